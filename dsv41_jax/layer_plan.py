@@ -5,8 +5,11 @@ Layers are classified here and nowhere else (spec: attention, things that cross 
 
 import dataclasses
 import enum
+from typing import Literal
 
 from dsv41_jax.config import ModelConfig
+
+Kind = Literal["kv", "index_k", "index", "candidate"]  # what layers share
 
 
 class SharingError(ValueError):
@@ -14,6 +17,8 @@ class SharingError(ValueError):
 
 
 class AttentionMode(enum.Enum):
+    """What a layer attends to, and what of it is its own."""
+
     WINDOW = "window"  # sliding window only
     FULL = "full"  # owns a compressor: publishes KV, index keys and top-k sets
     REINDEX = "reindex"  # publishes fresh top-k sets over its KV source's index keys
@@ -48,11 +53,24 @@ class LayerSpec:
 
     @property
     def owns_kv(self) -> bool:
+        """Whether the layer has a compressor and its caches."""
         return self.mode is AttentionMode.FULL
 
     @property
     def owns_index(self) -> bool:
+        """Whether the layer runs an indexer."""
         return self.mode in (AttentionMode.FULL, AttentionMode.REINDEX)
+
+    @property
+    def reads(self) -> tuple[tuple[Kind, int], ...]:
+        """What this layer reads from other layers, each with its source layer."""
+        sources: list[tuple[Kind, int | None]] = [
+            ("kv", self.kv_source),
+            ("index_k", self.kv_source if self.mode is AttentionMode.REINDEX else None),
+            ("index", self.index_source),
+            ("candidate", self.candidate_source),
+        ]
+        return tuple((kind, source) for kind, source in sources if source not in (None, self.layer))
 
 
 def _nearest(sources: tuple[int, ...], layer: int) -> int | None:

@@ -1,13 +1,11 @@
 """What source layers publish for later layers within one step."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from dsv41_jax.layer_plan import SharingError
-
-Kind = Literal["kv", "index_k", "index", "candidate"]
+from dsv41_jax.layer_plan import Kind, SharingError
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,1 @@
+"""Stages, meshes and the relay: how one model runs on many devices."""
