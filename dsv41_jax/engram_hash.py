@@ -199,18 +199,22 @@ class EngramHasher:
             raise ValueError(
                 f"hashing needs the {self.history_size} ids before the step, not {len(history)}"
             )
+        count, look = len(token_ids), self.config.max_ngram_size
+        if not count:
+            return np.zeros((0, len(self.layer_ids), self.config.num_columns), np.int64)
         ids = np.concatenate((history, token_ids), dtype=np.int64)
-        if ids.size and not (NO_TOKEN <= ids.min() and ids.max() < self._vocab_size):
+        # NO_TOKEN becomes 0 and everything below it wraps around.
+        if (ids - NO_TOKEN).view(np.uint64).max() > self._vocab_size:
             wrong = ids[(ids < NO_TOKEN) | (ids >= self._vocab_size)][0]
             raise ValueError(
                 f"token id {wrong} is outside the vocabulary 0..{self._vocab_size - 1}"
             )
-        if not len(token_ids):
-            return np.zeros((0, len(self.layer_ids), self.config.num_columns), np.int64)
-        windows = np.lib.stride_tricks.sliding_window_view(ids, self.config.max_ngram_size)
-        back = np.minimum.accumulate(windows[:, ::-1], axis=1)
-        back = np.where(back < 0, NO_TOKEN, windows[:, ::-1])
+        # back[p, k] is the id k positions before p: a view that walks backwards.
+        step = ids.itemsize
+        back = np.ndarray((count, look), ids.dtype, ids, (look - 1) * step, (step, -step))
+        if ids.min() < 0:
+            back = np.where(np.minimum.accumulate(back, axis=1) < 0, NO_TOKEN, back)
         products = self._compressed[back][:, None] * self._multipliers
         mixed = np.bitwise_xor.accumulate(products, axis=2)[:, :, 1:, None]
         rows = mixed % self._primes + self._offsets
-        return rows.reshape(len(token_ids), len(self.layer_ids), self.config.num_columns)
+        return rows.reshape(count, len(self.layer_ids), self.config.num_columns)

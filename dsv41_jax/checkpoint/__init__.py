@@ -1,0 +1,36 @@
+"""Checkpoints in the released layout: reading, checking, loading, making random ones."""
+
+from dsv41_jax.checkpoint.errors import CheckpointError
+from dsv41_jax.checkpoint.key_map import (
+    ParameterPath,
+    TensorSpec,
+    expected_tensors,
+    layout_faults,
+    parameter_path,
+    tensor_name,
+)
+from dsv41_jax.checkpoint.loader import (
+    ComponentSize,
+    abstract_params,
+    component_sizes,
+    load_params,
+    open_checkpoint,
+)
+from dsv41_jax.checkpoint.reader import Checkpoint, StoredTensor
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ComponentSize",
+    "ParameterPath",
+    "StoredTensor",
+    "TensorSpec",
+    "abstract_params",
+    "component_sizes",
+    "expected_tensors",
+    "layout_faults",
+    "load_params",
+    "open_checkpoint",
+    "parameter_path",
+    "tensor_name",
+]
