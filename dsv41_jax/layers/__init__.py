@@ -1,0 +1,1 @@
+"""Layers as Flax modules: parameters and row-wise arithmetic, nothing that crosses rows."""

@@ -1,0 +1,1 @@
+"""Packed rows of caches and tables."""

@@ -1,0 +1,123 @@
+"""Builds the padded token batch of a step from each request's share of it (numpy)."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsv41_jax.batch import ROW_TILE, TokenBatch
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.quantization.rows import PackedRows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestRows:
+    """One request's share of a step.
+
+    Attributes:
+      token_ids: int[n], the tokens that this step processes.
+      start: absolute position of the first.
+      history: int[max_ngram_size - 1], the ids before `start`, oldest first; -1 where there
+        is none or the token is an image's.
+      window_pages: page of the window pool by table column; -1 where none is kept.
+      global_pages: likewise for compressed KV and index keys.
+      slot: row of per-request state, distinct among live requests.
+      logits: how many of the last rows want logits.
+    """
+
+    token_ids: np.ndarray
+    start: int
+    history: np.ndarray
+    window_pages: Sequence[int]
+    global_pages: Sequence[int]
+    slot: int
+    logits: int
+
+
+def round_rows(rows: int) -> int:
+    """The smallest whole number of row tiles that holds `rows`, at least one."""
+    return ROW_TILE * max(1, -(-rows // ROW_TILE))
+
+
+def build_batch(
+    config: ModelConfig,
+    rows: Sequence[RequestRows],
+    *,
+    tokens: int,
+    requests: int,
+    columns: int,
+    logit_rows: int,
+    engram: EngramTables | None,
+) -> TokenBatch:
+    """Pads the requests' rows to a bucket.
+
+    Args:
+      config: the model.
+      rows: the requests, in the order of the logit rows.
+      tokens: T of the bucket.
+      requests: R of the bucket.
+      columns: C of the bucket.
+      logit_rows: L of the bucket.
+      engram: host tables of the stage's Engram layers, or None if it has none.
+
+    Returns:
+      A batch whose leaves are numpy arrays.
+
+    Raises:
+      ValueError: the rows do not fit the bucket.
+    """
+    total = sum(len(row.token_ids) for row in rows)
+    wanted = sum(row.logits for row in rows)
+    for name, size, limit in (
+        ("tokens", total, tokens),
+        ("requests", len(rows), requests),
+        ("logit rows", wanted, logit_rows),
+        ("table columns", max((len(r.global_pages) for r in rows), default=0), columns),
+    ):
+        if size > limit:
+            raise ValueError(f"{size} {name} do not fit a bucket of {limit}")
+    batch = TokenBatch(
+        token_ids=np.zeros(tokens, np.int32),
+        positions=np.zeros(tokens, np.int32),
+        requests=np.full(tokens, -1, np.int32),
+        is_image=np.zeros(tokens, bool),
+        num_tokens=np.int32(total),
+        window_pages=np.full((requests, columns), -1, np.int32),
+        global_pages=np.full((requests, columns), -1, np.int32),
+        slots=np.full(requests, -1, np.int32),
+        logit_rows=np.full(logit_rows, -1, np.int32),
+        num_logits=np.int32(wanted),
+        engram=_empty_engram(config, engram, tokens),
+    )
+    first = logit = 0
+    for request, row in enumerate(rows):
+        last = first + len(row.token_ids)
+        batch.token_ids[first:last] = row.token_ids
+        batch.positions[first:last] = np.arange(row.start, row.start + last - first)
+        batch.requests[first:last] = request
+        batch.window_pages[request, : len(row.window_pages)] = row.window_pages
+        batch.global_pages[request, : len(row.global_pages)] = row.global_pages
+        batch.slots[request] = row.slot
+        batch.logit_rows[logit : logit + row.logits] = np.arange(last - row.logits, last)
+        if engram is not None:
+            for layer, found in engram.lookup(row.token_ids, row.history).items():
+                batch.engram[layer].codes[first:last] = found.codes
+                batch.engram[layer].scales[first:last] = found.scales
+        first, logit = last, logit + row.logits
+    return batch
+
+
+def _empty_engram(
+    config: ModelConfig, engram: EngramTables | None, tokens: int
+) -> dict[int, PackedRows]:
+    if engram is None:
+        return {}
+    columns, dim = config.engram.num_columns, config.engram.head_dim
+    return {
+        layer: PackedRows(
+            np.zeros((tokens, columns, dim), np.uint8),
+            np.zeros((tokens, columns, dim // 32), np.uint8),
+        )
+        for layer in engram.layers
+    }

@@ -1,0 +1,37 @@
+"""The compressor of a KV source: products per token, then one latent per group."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.layers.linear import Linear, RMSNorm
+
+
+class Compressor(nn.Module):
+    """Pools `ratio` consecutive tokens into one latent (spec: compressor).
+
+    Shapes: T rows, m = ratio, d = head_dim.
+    """
+
+    config: ModelConfig
+    ratio: int
+
+    def setup(self) -> None:
+        self.wkv = Linear(self.config.head_dim)
+        if self.ratio > 1:
+            self.wgate = Linear(self.config.head_dim)
+        self.norm = RMSNorm(self.config.rms_norm_eps)
+
+    def project(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """KV and score of each token, float32[T, d] both; without a gate the score is 0."""
+        kv = self.wkv(h)
+        return kv, self.wgate(h) if self.ratio > 1 else jnp.zeros_like(kv)
+
+    def pool(self, kv: jax.Array, score: jax.Array) -> jax.Array:
+        """Latents before rope, bf16[T, d], of whole groups float32[T, m, d]."""
+        if self.ratio > 1:
+            kv = jnp.sum(kv * jax.nn.softmax(score, axis=1), axis=1)
+        else:
+            kv = kv[:, 0]
+        return self.norm(kv.astype(jnp.bfloat16))

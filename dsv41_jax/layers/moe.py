@@ -1,0 +1,135 @@
+"""Mixture of experts: router, routed FP4 experts, shared FP8 expert."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dsv41_jax.axes import EXPERT, TENSOR, Partition
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.layers.linear import QuantizedLinear, matmul, sum_devices
+from pallas_kernels import grouped_matmul
+
+
+class Gate(nn.Module):
+    """Picks experts by square-root-softplus affinity; float32 throughout (spec: MoE).
+
+    The correction bias decides which experts are picked, never their weight.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Routes bf16[T, D]; bool[T] says which rows use the image bias.
+
+        Returns:
+          experts: int32[T, A], in descending biased affinity, ties to the lower id.
+          weights: float32[T, A], summing to the routed scaling factor.
+        """
+        config = self.config
+        zeros, count = nn.initializers.zeros, config.n_routed_experts
+        weight = self.param("weight", zeros, (count, x.shape[-1]), jnp.bfloat16)
+        bias = self.param("bias", zeros, (count,), jnp.float32)
+        bias_vl = self.param("bias_vl", zeros, (count,), jnp.float32)
+        return route(matmul(x, weight), bias, bias_vl, is_image, config=config)
+
+
+def route(
+    logits: jax.Array,
+    bias: jax.Array,
+    bias_vl: jax.Array,
+    is_image: jax.Array,
+    *,
+    config: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Experts int32[T, A] and weights float32[T, A] of router logits float32[T, E]."""
+    affinity = jnp.sqrt(jax.nn.softplus(logits / config.gate_temp))
+    biased = affinity + jnp.where(is_image[:, None], bias_vl[None], bias[None])
+    _, experts = jax.lax.top_k(biased, config.num_experts_per_tok)
+    weights = jnp.take_along_axis(affinity, experts, axis=-1)
+    if config.num_experts_per_tok > 1:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return experts, weights * config.routed_scaling_factor
+
+
+class PackedExperts(nn.Module):
+    """One projection of all experts held here, FP4 codes with E8M0 scales."""
+
+    experts: int
+    features: int
+    inputs: int
+    axes: tuple[str | None, str | None, str | None]
+
+    @nn.compact
+    def __call__(self) -> tuple[jax.Array, jax.Array]:
+        """uint8[E, features, inputs / 2] and uint8[E, features, inputs / 32]."""
+        init = nn.with_partitioning(nn.initializers.zeros, self.axes)
+        shape = (self.experts, self.features)
+        weight = self.param("weight", init, (*shape, self.inputs // 2), jnp.uint8)
+        return weight, self.param("scale", init, (*shape, self.inputs // 32), jnp.uint8)
+
+
+class Experts(nn.Module):
+    """The routed experts, split by expert or along their intermediate channels."""
+
+    config: ModelConfig
+    partition: Partition
+
+    @nn.compact
+    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        """float32[T, D]: this device's share of the experts' sum (see `expert_mlp`)."""
+        config, partition = self.config, self.partition
+        by_expert = partition.expert > 1
+        split = 1 if by_expert else partition.tensor
+        count = -(-config.n_routed_experts // partition.expert)
+        inner = config.moe_intermediate_size // split
+        first = EXPERT if by_expert else None
+        across = None if by_expert else TENSOR
+        hidden = config.hidden_size
+        w1 = PackedExperts(count, inner, hidden, (first, across, None), name="w1")()
+        w2 = PackedExperts(count, hidden, inner, (first, None, across), name="w2")()
+        w3 = PackedExperts(count, inner, hidden, (first, across, None), name="w3")()
+        if by_expert:
+            experts = experts - jax.lax.axis_index(EXPERT) * count
+        return grouped_matmul.expert_mlp(
+            x, experts, weights, w1, w2, w3, limit=config.swiglu_limit, partial=split > 1
+        )
+
+
+class SharedExpert(nn.Module):
+    """The expert every token visits; same clamps, no routing weight."""
+
+    config: ModelConfig
+    partition: Partition
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """bf16[T, D] of bf16[T, D]."""
+        config, tensor = self.config, self.partition.tensor
+        inner = config.n_shared_experts * config.moe_intermediate_size // tensor
+        gate = QuantizedLinear(inner, (TENSOR, None), name="w1")(x).astype(jnp.float32)
+        up = QuantizedLinear(inner, (TENSOR, None), name="w3")(x).astype(jnp.float32)
+        hidden = grouped_matmul.swiglu(gate, up, config.swiglu_limit).astype(jnp.bfloat16)
+        down = QuantizedLinear(config.hidden_size, (None, TENSOR), tensor, name="w2")
+        return down(hidden)
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared one, summed in float32 and rounded once."""
+
+    config: ModelConfig
+    partition: Partition
+
+    def setup(self) -> None:
+        self.gate = Gate(self.config)
+        self.experts = Experts(self.config, self.partition)
+        self.shared_experts = SharedExpert(self.config, self.partition)
+
+    def __call__(
+        self, x: jax.Array, is_image: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """bf16[T, D] of bf16[T, D], with the experts and weights that were chosen."""
+        experts, weights = self.gate(x, is_image)
+        routed = sum_devices(self.experts(x, experts, weights), self.partition.tensor)
+        shared = self.shared_experts(x).astype(jnp.float32)
+        return (routed + shared).astype(jnp.bfloat16), experts, weights

@@ -1,0 +1,171 @@
+"""A stage of the model: a range of layers; the whole model is one stage with everything."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv41_jax.axes import WHOLE, Partition
+from dsv41_jax.batch import ROW_TILE, TokenBatch
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.layer_plan import layer_spec
+from dsv41_jax.layers.block import Block, LayerTrace, Stream
+from dsv41_jax.layers.cached_block import run_block
+from dsv41_jax.layers.embedding import Embedding, Head
+from dsv41_jax.layers.linear import RMSNorm
+from dsv41_jax.rowwise import map_rows
+from dsv41_jax.shared_state import SharedState
+from dsv41_jax.state import StageState
+from pallas_kernels import hyper_connections
+
+Params = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadResult:
+    """What the last stage computes of the rows whose logits are wanted.
+
+    Attributes:
+      final_h: bf16[L, D], the copies folded by the last layer's pre.
+      final_normed: bf16[L, D].
+      logits: float32[L, V]; zeros in the tiles past `TokenBatch.num_logits`.
+    """
+
+    final_h: jax.Array
+    final_normed: jax.Array
+    logits: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StageResult:
+    """Everything a stage computes in one step; what the caller drops is not computed.
+
+    Attributes:
+      stream: what the next stage reads.
+      state: caches after the step.
+      shared: publications of this stage's layers, and those handed in.
+      head: logits, on the last stage only.
+      main_hidden: bf16[T, D] per draft target layer of the stage: the mean over copies of
+        the layer's input.
+      traces: one per layer of the stage.
+    """
+
+    stream: Stream
+    state: StageState
+    shared: SharedState
+    head: HeadResult | None
+    main_hidden: tuple[jax.Array, ...]
+    traces: tuple[LayerTrace, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Layers `layers` of the backbone, with the embedding first and the head last.
+
+    Attributes:
+      config: the model.
+      layers: consecutive backbone layers.
+      partition: devices that share the stage; parameters have per-device shapes.
+    """
+
+    config: ModelConfig
+    layers: range
+    partition: Partition = WHOLE
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage embeds tokens."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage computes logits."""
+        return self.layers.stop == self.config.num_hidden_layers
+
+    def block(self, layer: int) -> Block:
+        """The module of one layer."""
+        return Block(self.config, layer_spec(self.config, layer), self.partition)
+
+    def __call__(
+        self,
+        params: Params,
+        state: StageState,
+        batch: TokenBatch,
+        stream: Stream | None = None,
+        shared: SharedState = SharedState(),
+    ) -> StageResult:
+        """Runs the stage on one batch.
+
+        Args:
+          params: `layers_{i}`, and `embed` on the first stage, `norm` and `head` on the last.
+          state: caches of the stage's layers.
+          batch: the step.
+          stream: result of the stage before; None on the first.
+          shared: publications relayed from stages before.
+
+        Raises:
+          SharingError: a layer reads something nobody published to this stage.
+        """
+        stream = self.embed(params, batch) if self.is_first else stream
+        main_hidden, traces = [], []
+        for layer in self.layers:
+            block = self.block(layer)
+            if block.spec.draft_target:
+                main_hidden.append(_mean_copies(stream, batch))
+            stream, state, shared, trace = run_block(
+                block, params[f"layers_{layer}"], stream, batch, state, shared
+            )
+            traces.append(trace)
+        head = self.head(params, stream, batch) if self.is_last else None
+        return StageResult(stream, state, shared, head, tuple(main_hidden), tuple(traces))
+
+    def embed(self, params: Params, batch: TokenBatch) -> Stream:
+        """The stream of a batch's tokens: equal copies, collapsed by the first alone."""
+        embedding = Embedding(self.config, self.partition)
+        h = embedding.apply({"params": params["embed"]}, batch.token_ids)
+        copies = self.config.hc_mult
+        x = jnp.broadcast_to(h[:, None], (h.shape[0], copies, h.shape[1]))
+        pre = jnp.zeros((h.shape[0], copies), jnp.float32).at[:, 0].set(1)
+        return Stream(x, pre)
+
+    def head(self, params: Params, stream: Stream, batch: TokenBatch) -> HeadResult:
+        """Logits of the batch's logit rows."""
+        norm = RMSNorm(self.config.rms_norm_eps)
+        head = Head(self.config, self.partition)
+
+        def project(rows: Stream) -> HeadResult:
+            final_h = hyper_connections.collapse(rows.x, rows.pre)
+            normed = norm.apply({"params": params["norm"]}, final_h)
+            logits = head.apply({"params": params["head"]}, normed)
+            return HeadResult(final_h, normed, logits)
+
+        with jax.named_scope("head"):
+            wanted = jnp.maximum(batch.logit_rows, 0)
+            rows = jax.tree.map(lambda a: a[wanted], stream)
+            return map_rows(project, rows, batch.num_logits)
+
+    def init(self) -> Params:
+        """Parameters of the right shapes, all zero; abstract them with `jax.eval_shape`."""
+        config, key = self.config, jax.random.key(0)
+        rows = ROW_TILE
+        hidden = jnp.zeros((rows, config.hidden_size), jnp.bfloat16)
+        params = {}
+        if self.is_first:
+            embedding = Embedding(config, self.partition)
+            params["embed"] = embedding.init(key, jnp.zeros((rows,), jnp.int32))["params"]
+        for layer in self.layers:
+            params[f"layers_{layer}"] = self.block(layer).init(key)["params"]
+        if self.is_last:
+            params["norm"] = RMSNorm(config.rms_norm_eps).init(key, hidden)["params"]
+            params["head"] = Head(config, self.partition).init(key, hidden)["params"]
+        return params
+
+
+def _mean_copies(stream: Stream, batch: TokenBatch) -> jax.Array:
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.mean(x.astype(jnp.float32), axis=1).astype(jnp.bfloat16)
+
+    return map_rows(mean, stream.x, batch.num_tokens)

@@ -1,0 +1,79 @@
+"""The indexer: scores over paged FP4 keys, candidate blocks and position top-k."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+KEY_CHUNK = 64  # keys scored together; fixed, so that a score does not depend on the context
+
+
+def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """Scores of some keys, rounded where the published code rounds.
+
+    Shapes: T rows, H index heads, J keys, D index_head_dim.
+
+    Args:
+      q: float32[T, H, D], dequantized FP4.
+      weights: bf16[T, H].
+      keys: float32[T, J, D], dequantized FP4.
+
+    Returns:
+      float32[T, J], bf16 values: sum over heads of relu(q . k) * weight.
+    """
+    chex.assert_rank([q, weights, keys], [3, 2, 3])
+    dots = _round(jnp.einsum("thd,tjd->thj", q, keys))
+    terms = _round(jax.nn.relu(dots) * weights.astype(jnp.float32)[..., None])
+    return _round(jnp.sum(terms, axis=1))
+
+
+def select_candidate_blocks(
+    scores: jax.Array, newest: jax.Array, *, block_size: int, topk_blocks: int
+) -> jax.Array:
+    """First level of the two-level top-k.
+
+    The block of the newest visible position is always kept and counts; then the best blocks
+    above -inf, ties to the lower block.
+
+    Args:
+      scores: float32[T, J], -inf where a position is not visible.
+      newest: int32[T], newest visible position; -1 where there is none.
+      block_size: positions per block.
+      topk_blocks: blocks to keep.
+
+    Returns:
+      bool[T, ceil(J / block_size)], True in kept blocks.
+    """
+    chex.assert_rank([scores, newest], [2, 1])
+    padding = -scores.shape[1] % block_size
+    padded = jnp.pad(scores, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    block = jnp.max(padded.reshape(scores.shape[0], -1, block_size), axis=-1)
+    ids = jnp.arange(block.shape[1])[None]
+    own = (newest[:, None] // block_size == ids) & (newest >= 0)[:, None]
+    block = jnp.where(own, jnp.inf, block)
+    values, chosen = jax.lax.top_k(block, min(topk_blocks, block.shape[1]))
+    chosen = jnp.where(values > -jnp.inf, chosen, block.shape[1])
+    rows = jnp.arange(block.shape[0])[:, None]
+    return jnp.zeros(block.shape, bool).at[rows, chosen].set(True, mode="drop")
+
+
+def topk_positions(scores: jax.Array, *, k: int) -> jax.Array:
+    """The best positions of each row, ascending.
+
+    Args:
+      scores: float32[T, J], -inf where a position may not be chosen.
+      k: positions to keep.
+
+    Returns:
+      int32[T, k], -1 in unused slots, which come last. Ties go to the lower position.
+    """
+    chex.assert_rank(scores, 2)
+    available = min(k, scores.shape[1])
+    values, chosen = jax.lax.top_k(scores, available)
+    unused = scores.shape[1]
+    ordered = jnp.sort(jnp.where(values > -jnp.inf, chosen, unused), axis=-1)
+    ordered = jnp.where(ordered < unused, ordered, -1)
+    return jnp.pad(ordered, ((0, 0), (0, k - available)), constant_values=-1)
+
+
+def _round(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)

@@ -1,0 +1,53 @@
+"""Linear layers over FP8 weights, with their dynamic activation quantization."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import formats
+
+
+def scaled_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """Quantizes `x` and multiplies it with a block-scaled FP8 weight.
+
+    Shapes: M rows, K inputs (a multiple of 32), N outputs.
+
+    Args:
+      x: bf16[M, K].
+      weight: e4m3[N, K].
+      scale: uint8[ceil(N / 32), K / 32], E8M0.
+
+    Returns:
+      float32[M, N], not rounded yet.
+    """
+    chex.assert_rank([x, weight, scale], 2)
+    chex.assert_equal(x.shape[1], weight.shape[1])
+    return scaled_matmul_reference(quantized(x), formats.dequantize_weight(weight, scale))
+
+
+def quantized(x: jax.Array) -> jax.Array:
+    """float32 values that `x` takes when its rows are quantized to FP8."""
+    return formats.dequantize_fp8(*formats.quantize_fp8(x))
+
+
+def scaled_matmul_reference(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Defines the result: exact products, summed in blocks of 32 inputs, blocks in order.
+
+    Within a block the sum of products of quantized values is (nearly) exact in float32, so
+    the order that decides the last bit is the one over blocks.
+
+    Args:
+      x: float32[M, K], dequantized.
+      weight: float32[N, K], dequantized.
+    """
+    blocks = x.shape[1] // formats.FP8_BLOCK
+    partial = jnp.einsum(
+        "mkb,nkb->kmn",
+        x.reshape(x.shape[0], blocks, formats.FP8_BLOCK),
+        weight.reshape(weight.shape[0], blocks, formats.FP8_BLOCK),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return functools.reduce(jnp.add, [partial[k] for k in range(blocks)])
