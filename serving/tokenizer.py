@@ -1,6 +1,5 @@
 """The checkpoint's byte-level tokenizer: text to ids and back, with or without added tokens."""
 
-import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,18 +7,11 @@ from pathlib import Path
 import deepseek_recipe
 import tokenizers
 
+from serving.detokenizer import Vocabulary, vocabulary
+
 
 class TokenizerError(ValueError):
     """A tokenizer file that is missing or cannot be used."""
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in a byte-level vocabulary, reversed."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return alphabet
 
 
 class Tokenizer:
@@ -28,6 +20,7 @@ class Tokenizer:
     Attributes:
       backend: the tokenizer with its added tokens.
       recipe: the same file for the chat parser.
+      vocabulary: the bytes of every token, and which tokens are special.
     """
 
     def __init__(self, text: str) -> None:
@@ -41,13 +34,9 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_str(text)
             self._plain = tokenizers.Tokenizer.from_str(json.dumps({**content, "added_tokens": []}))
             self.recipe = deepseek_recipe.Tokenizer.from_str(text)
+            self.vocabulary: Vocabulary = vocabulary(self.backend)
         except Exception as error:  # the bindings raise bare Exception for a bad file
             raise TokenizerError(f"not a tokenizer: {error}") from error
-        added = content.get("added_tokens") or []
-        self._added = {token["id"]: token["content"] for token in added}
-        self._special_ids = frozenset(token["id"] for token in added if token.get("special"))
-        self._alphabet = _byte_alphabet()
-        self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
 
     @classmethod
     def open(cls, path: Path) -> "Tokenizer":
@@ -74,11 +63,6 @@ class Tokenizer:
         """Ids are below this."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of the text."""
-        return self._special_ids
-
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; spellings of added tokens become those tokens, and no BOS is added."""
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -99,15 +83,9 @@ class Tokenizer:
         """Whether the id has a token."""
         return self.backend.id_to_token(token_id) is not None
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        token = self.backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if any(letter not in self._alphabet for letter in token):
-            return token.encode()
-        return bytes(self._alphabet[letter] for letter in token)
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token; empty for ids without a token."""
+        return self.vocabulary.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token; bytes that are no character by themselves become U+FFFD."""

@@ -9,6 +9,7 @@ import orjson
 
 from serving.chat.encoding import Start
 from serving.chat.messages import IMAGE_TOKEN
+from serving.detokenizer import StopStrings
 from serving.tokenizer import Tokenizer
 
 _STAGES = {
@@ -38,42 +39,6 @@ class Delta:
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)
-
-
-class _StopStrings:
-    """Cuts text at the first stop string; holds back what may become one."""
-
-    def __init__(self, stops: Sequence[str], *, keep: bool) -> None:
-        self._stops = tuple(stops)
-        self._keep = keep
-        self._held = ""
-        self.found: str | None = None
-
-    def push(self, text: str) -> str:
-        """Text that is decided."""
-        text = self._held + text
-        hits = [(text.find(stop), stop) for stop in self._stops]
-        hits = [hit for hit in hits if hit[0] >= 0]
-        if hits:
-            position, self.found = min(hits, key=lambda hit: hit[0])
-            self._held = ""
-            return text[: position + len(self.found)] if self._keep else text[:position]
-        hold = max((self._overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
-
-    def flush(self) -> str:
-        """Text that was held back."""
-        held, self._held = self._held, ""
-        return held
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
-        for length in range(min(len(text), len(stop) - 1), 0, -1):
-            if text.endswith(stop[:length]):
-                return length
-        return 0
 
 
 class OutputParser:
@@ -125,7 +90,7 @@ class OutputParser:
         self._processor = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         self._processor.push(recipe.InferenceChunk.ready())
         self._tokenizer = tokenizer
-        self._stops = _StopStrings(stop, keep=keep_stop) if stop else None
+        self._stops = StopStrings(stop, include=keep_stop) if stop else None
         self._min_tokens = min_tokens
         self._finish_reason: str | None = None
         self.num_tokens = 0
@@ -157,7 +122,7 @@ class OutputParser:
             deltas += self._read(self._processor.push(end))
             deltas += self._read(self._processor.finish())
         if self._stops is not None and self.stop_reason is None:
-            held = self._stops.flush()
+            held = self._stops.release()
             if held:
                 deltas.append(Delta(content=held))
         return deltas, self._finish_reason or reason
@@ -169,8 +134,7 @@ class OutputParser:
             return ""
         if self.num_tokens <= self._min_tokens:
             return text
-        text = self._stops.push(text)
-        self.stop_reason = self._stops.found
+        text, self.stop_reason = self._stops.push(text)
         return text
 
     def _read(self, chunks: Sequence[recipe.ChatCompletionChunk]) -> list[Delta]:
