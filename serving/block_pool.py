@@ -16,14 +16,17 @@ class BlockPool:
 
     @property
     def size(self) -> int:
+        """All ids."""
         return len(self._references)
 
     @property
     def num_free(self) -> int:
+        """Ids nobody holds."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
+        """Ids somebody holds."""
         return self.size - self.num_free
 
     def allocate(self, count: int) -> list[int]:

@@ -28,6 +28,7 @@ class CacheSizes:
     slots: int
 
     def total_bytes(self, unit: CacheBytes) -> int:
+        """Bytes of all pages and slots."""
         return (
             self.window_pages * unit.window_page
             + self.global_pages * unit.global_page

@@ -3,7 +3,10 @@
 import dataclasses
 from typing import Literal
 
-MAX_LOGPROBS = 20  # alternatives the sampler returns for every token
+from dsv41_jax.sampling import MAX_BANNED, NUM_ALTERNATIVES
+
+MAX_LOGPROBS = NUM_ALTERNATIVES  # alternatives the sampler returns for every token
+MAX_STOP_TOKENS = MAX_BANNED - 1  # that min_tokens can hold off, beside EOS
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -28,7 +31,7 @@ class SamplingParams:
       max_tokens: most tokens to generate; 0 only makes sense with `prompt_logprobs`.
       min_tokens: EOS and stop tokens are not sampled, and stop strings not looked for, before
         this many tokens.
-      temperature: 0 is greedy.
+      temperature: below 1e-5 is greedy.
       top_p: in (0, 1]; 1 is off.
       top_k: 0 is off.
       min_p: in [0, 1]; least probability relative to the likeliest token; 0 is off.
@@ -56,6 +59,35 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks every range; see `RequestError`."""
+        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "at least 0")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        _require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (off) or more")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        _require(all(self.stop), "stop", "an empty string", "text")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(
+                value is None or 0 <= value <= MAX_LOGPROBS,
+                name,
+                value,
+                f"from 0 to {MAX_LOGPROBS}",
+            )
+        if self.min_tokens and len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; together with min_tokens "
+                f"it can have {MAX_STOP_TOKENS}",
+                param="stop_token_ids",
+            )
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value}; it must be {allowed}", param=name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

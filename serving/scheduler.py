@@ -54,6 +54,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Rows of the step."""
         return sum(len(rows.token_ids) for rows in self.rows)
 
 
@@ -78,14 +79,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Requests that hold a slot."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
+        """Requests that wait for one."""
         return len(self._waiting)
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether any request is running or waiting."""
         return bool(self._sequences)
 
     def find(self, number: int) -> Sequence | None:

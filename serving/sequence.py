@@ -54,6 +54,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
+        """Tokens after the prompt."""
         return self.num_tokens - self.num_prompt
 
     @property

@@ -1,0 +1,329 @@
+"""The engine: requests in, outputs out, one step at a time; host logic around a runner."""
+
+import dataclasses
+import os
+from collections import Counter, deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from types import MappingProxyType
+from typing import Protocol
+
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.host_batch import RequestRows
+from dsv41_jax.model import Params
+from dsv41_jax.sampling import Sampled, SamplingBatch
+from serving.batch_builder import request_rows, sampling_batch
+from serving.cache_groups import CacheGroups, CacheSizes, cache_bytes, plan_cache
+from serving.detokenizer import TextStream, Vocabulary
+from serving.limits import EngineLimits, engine_limits
+from serving.request import FinishReason, Request, RequestError, RequestOutput, TokenLogprob
+from serving.runner import Runner
+from serving.scheduler import Scheduler, StepPlan
+from serving.sequence import Finish, Sequence
+
+
+class StepHandle(Protocol):
+    """A step that was dispatched."""
+
+    def result(self) -> Sampled:
+        """Waits for the step; numpy arrays, logit rows in the order they were asked for."""
+        ...
+
+
+class StepRunner(Protocol):
+    """Computes steps in the order they are submitted.
+
+    Attributes:
+      limits: what its compiled shapes hold.
+      cache_sizes: the pages and slots it allocated.
+      vocab_size: token ids are below it.
+      eos_token_id: ends a request.
+      look_back: ids before a request's first row that it needs.
+    """
+
+    limits: EngineLimits
+    cache_sizes: CacheSizes
+    vocab_size: int
+    eos_token_id: int
+    look_back: int
+
+    def submit(self, rows: Rows[RequestRows], sampling: SamplingBatch) -> StepHandle:
+        """Dispatches one step without waiting for it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counts for /metrics.
+
+    Attributes:
+      num_running, num_waiting: requests now.
+      kv_cache_usage: share of the scarcer page group in use, in [0, 1].
+      num_prompt_tokens, num_generation_tokens: since the start.
+      num_preemptions, num_steps: since the start.
+      num_finished: requests since the start, by finish reason.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_finished: Mapping[FinishReason, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _NewToken:
+    """What a finished step says about one sequence; `token` is None with max_tokens 0."""
+
+    sequence: Sequence
+    token: int | None
+    logprob: TokenLogprob | None
+
+
+class Engine:
+    """Serves requests over one runner; not thread-safe.
+
+    A step's tokens are known before the next step is scheduled, and their text is made while
+    the next step runs.
+    """
+
+    def __init__(self, runner: StepRunner, vocabulary: Vocabulary) -> None:
+        self.limits = runner.limits
+        self._runner = runner
+        self._vocabulary = vocabulary
+        self._cache = CacheGroups(runner.limits, runner.cache_sizes)
+        self._scheduler = Scheduler(runner.limits, self._cache, look_back=runner.look_back)
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._sequences: dict[str, Sequence] = {}
+        self._texts: dict[int, TextStream] = {}
+        self._prompt_tokens = self._generation_tokens = self._preemptions = self._steps = 0
+        self._finished: Counter[FinishReason] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step is needed."""
+        return bool(self._in_flight) or self._scheduler.has_unfinished
+
+    def check(self, request: Request) -> None:
+        """Checks that the request can be served at all; needs no lock.
+
+        Raises:
+          RequestError: it never can; the message says why.
+        """
+        prompt, limit = request.prompt_token_ids, self.limits.max_model_len
+        vocab_size = self._runner.vocab_size
+        if not prompt:
+            raise RequestError(
+                "the prompt is empty; it must have at least one token", param="prompt"
+            )
+        if len(prompt) + 1 > limit:
+            raise RequestError(
+                f"This model's maximum context length is {limit} tokens. However, the prompt has "
+                f"{len(prompt)} tokens and at least one more is generated; shorten the prompt",
+                param="prompt",
+            )
+        for name, ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
+            for token in (min(ids, default=0), max(ids, default=0)):
+                if not 0 <= token < vocab_size:
+                    raise RequestError(
+                        f"{name} has token id {token}; ids of this model are 0 to {vocab_size - 1}",
+                        param=name,
+                    )
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+          RequestError: it can never be served, or its id is in use.
+        """
+        self.check(request)
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        sampling = request.sampling
+        seed = int.from_bytes(os.urandom(4)) if sampling.seed is None else sampling.seed % 2**32
+        sequence = self._scheduler.add(request, seed)
+        self._sequences[request.request_id] = sequence
+        self._texts[sequence.number] = TextStream(
+            self._vocabulary,
+            skip_special_tokens=sampling.skip_special_tokens,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request and frees what it holds; an unknown or finished one is ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._scheduler.finish(sequence, Finish("abort"))
+            self._forget(sequence)
+
+    def step(self) -> list[RequestOutput]:
+        """Collects the step in flight, dispatches the next, and returns the collected tokens."""
+        tokens = self._collect(*self._in_flight.popleft()) if self._in_flight else []
+        plan = self._scheduler.schedule()
+        self._preemptions += len(plan.preempted)
+        if plan.rows:
+            self._steps += 1
+            self._in_flight.append((plan, self._submit(plan)))
+        return [self._output(new) for new in tokens]
+
+    def stats(self) -> EngineStats:
+        """A snapshot; safe to take from another thread."""
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_cache_usage=self._cache.usage,
+            num_prompt_tokens=self._prompt_tokens,
+            num_generation_tokens=self._generation_tokens,
+            num_preemptions=self._preemptions,
+            num_steps=self._steps,
+            num_finished=MappingProxyType(dict(self._finished)),
+        )
+
+    def _submit(self, plan: StepPlan) -> StepHandle:
+        sampling = sampling_batch(
+            plan,
+            self._scheduler.find,
+            logit_rows=self.limits.logit_rows,
+            eos_token_id=self._runner.eos_token_id,
+        )
+        return self._runner.submit(request_rows(plan), sampling)
+
+    def _collect(self, plan: StepPlan, handle: StepHandle) -> list[_NewToken]:
+        """Hands a step's tokens to their sequences; rows of ended requests are dropped."""
+        sampled = _Table(handle.result())
+        tokens = []
+        end = 0
+        for rows in plan.rows:
+            first, end = end, end + rows.logits
+            sequence = self._scheduler.find(rows.number)
+            if sequence is None:
+                continue
+            sampling = sequence.request.sampling
+            for row in range(first, end - rows.samples):
+                sequence.prompt_logprobs.append(sampled.logprob(row, sampling.prompt_logprobs))
+            if rows.samples:
+                tokens.append(self._append(sequence, sampled, end - 1))
+        return tokens
+
+    def _append(self, sequence: Sequence, sampled: "_Table", row: int) -> _NewToken:
+        sampling = sequence.request.sampling
+        if not sequence.num_generated:
+            self._prompt_tokens += sequence.num_prompt
+        sequence.append(sampled.tokens[row], self._runner.eos_token_id)
+        if sequence.finish is not None:
+            self._scheduler.finish(sequence, sequence.finish)
+        if not sampling.max_tokens:
+            return _NewToken(sequence, None, None)
+        self._generation_tokens += 1
+        wanted = sampling.logprobs is not None
+        return _NewToken(
+            sequence,
+            sampled.tokens[row],
+            sampled.logprob(row, sampling.logprobs) if wanted else None,
+        )
+
+    def _output(self, new: _NewToken) -> RequestOutput:
+        """Text and end of one sequence's new token."""
+        sequence = new.sequence
+        text = "" if new.token is None else self._text(sequence, new.token)
+        finish = sequence.finish
+        if finish is not None:
+            self._forget(sequence)
+        first = sequence.num_generated <= 1
+        asked = sequence.request.sampling.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=sequence.request.request_id,
+            token_ids=() if new.token is None else (new.token,),
+            text=text,
+            logprobs=None if new.logprob is None else (new.logprob,),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if first and asked else None,
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop_reason if finish else None,
+        )
+
+    def _text(self, sequence: Sequence, token: int) -> str:
+        """The text a token decides; a stop string in it ends the sequence."""
+        stream = self._texts[sequence.number]
+        ended_by_token = sequence.finish is not None and sequence.finish.reason == "stop"
+        text, stop = "", None
+        if not ended_by_token or sequence.request.sampling.include_stop_str_in_output:
+            text, stop = stream.push(token)
+        if stop is None and sequence.finish is not None:
+            rest, stop = stream.finish()
+            text += rest
+        if stop is not None and not ended_by_token:
+            if sequence.finish is None:
+                self._scheduler.finish(sequence, Finish("stop", stop))
+            sequence.finish = Finish("stop", stop)
+        return text
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Drops what the engine keeps of an ended sequence."""
+        self._finished[sequence.finish.reason] += 1
+        del self._texts[sequence.number]
+        del self._sequences[sequence.request.request_id]
+
+
+class _Table:
+    """The sampler's rows as Python numbers."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        self.tokens: list[int] = sampled.tokens.tolist()
+        self._sampled = sampled
+
+    def logprob(self, row: int, alternatives: int) -> TokenLogprob:
+        sampled = self._sampled
+        ids = sampled.top_ids[row, :alternatives].tolist()
+        logprobs = sampled.top_logprobs[row, :alternatives].tolist()
+        return TokenLogprob(
+            token_id=self.tokens[row],
+            logprob=float(sampled.logprobs[row]),
+            rank=int(sampled.ranks[row]),
+            top=tuple(zip(ids, logprobs, strict=True)),
+        )
+
+
+def build_engine(
+    config: ModelConfig,
+    params: Params,
+    engram: EngramTables | None,
+    vocabulary: Vocabulary,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_cache_memory_bytes: int | None = None,
+) -> Engine:
+    """An engine over the whole model on one device, with every step shape compiled.
+
+    Args:
+      config: the model.
+      params: its parameters, on the device.
+      engram: its host tables, or None where it has none.
+      vocabulary: the tokenizer's bytes (`serving.detokenizer.vocabulary`).
+      max_model_len: most tokens of one request.
+      max_num_seqs: most requests that run at once.
+      max_num_batched_tokens: most tokens of one step.
+      kv_cache_memory_bytes: for all caches; None lets every running request reach
+        max_model_len.
+
+    Raises:
+      ConfigError: a size is out of range, or the memory does not hold one request.
+    """
+    limits = engine_limits(
+        config,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    unit = cache_bytes(config, range(config.num_hidden_layers), limits.page_size)
+    sizes = plan_cache(limits, unit, kv_cache_memory_bytes)
+    runner = Runner(config, params, engram, limits=limits, cache_sizes=sizes)
+    runner.compile_all()
+    return Engine(runner, vocabulary)

@@ -1,0 +1,123 @@
+"""One device's steps: parameters, caches, and one compiled program per bucket."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from dsv41_jax.batch import TokenBatch
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.host_batch import RequestRows, build_batch
+from dsv41_jax.model import Params, Stage
+from dsv41_jax.sampling import Sampled, SamplingBatch, sample
+from dsv41_jax.state import StageState, init_state
+from serving.batch_builder import empty_sampling
+from serving.cache_groups import CacheSizes
+from serving.limits import EngineLimits
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceStep:
+    """A dispatched step; `sampled` is still being computed."""
+
+    sampled: Sampled
+
+    def result(self) -> Sampled:
+        """Waits for the step; numpy arrays."""
+        return jax.device_get(self.sampled)
+
+
+class Runner:
+    """Runs the whole model on one device.
+
+    The step and the choice of its tokens are one program; the state is donated to it, so steps
+    run in the order they are submitted and the caches exist once.
+
+    Attributes:
+      limits: what the compiled shapes hold.
+      cache_sizes: pages and slots of the state.
+      vocab_size, eos_token_id, look_back: see `serving.engine.StepRunner`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        engram: EngramTables | None,
+        *,
+        limits: EngineLimits,
+        cache_sizes: CacheSizes,
+    ) -> None:
+        self.limits = limits
+        self.cache_sizes = cache_sizes
+        self.vocab_size = config.vocab_size
+        self.eos_token_id = config.eos_token_id
+        self.look_back = config.engram.max_ngram_size - 1 if config.engram else 0
+        self._config = config
+        self._params = params
+        self._engram = engram
+        layers = range(config.num_hidden_layers)
+        self._state = init_state(
+            config,
+            layers,
+            window_pages=cache_sizes.window_pages,
+            global_pages=cache_sizes.global_pages,
+            slots=cache_sizes.slots,
+        )
+        self._stage = Stage(config, layers)
+        self._programs: dict[int, jax.stages.Compiled] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs)
+
+    def compile_all(self) -> None:
+        """Compiles every bucket; `submit` never compiles."""
+        jitted = jax.jit(
+            self._step,
+            donate_argnums=1,
+            compiler_options={"xla_allow_excess_precision": False},
+        )
+        sampling = empty_sampling(self.limits.logit_rows)
+        for tokens in self.limits.token_buckets:
+            batch = self._batch((), tokens)
+            lowered = jitted.lower(self._params, self._state, batch, sampling)
+            self._programs[tokens] = lowered.compile()
+
+    def submit(self, rows: Sequence[RequestRows], sampling: SamplingBatch) -> DeviceStep:
+        """Dispatches one step and starts to copy its small results to the host.
+
+        Args:
+          rows: the requests' shares; together they fit `limits`.
+          sampling: of L logit rows, in the order of `rows`.
+
+        Raises:
+          ValueError: the rows do not fit the largest bucket.
+        """
+        total = sum(len(row.token_ids) for row in rows)
+        buckets = self.limits.token_buckets
+        tokens = next((bucket for bucket in buckets if total <= bucket), buckets[-1])
+        batch = self._batch(rows, tokens)
+        sampled, self._state = self._programs[tokens](self._params, self._state, batch, sampling)
+        for leaf in jax.tree.leaves(sampled):
+            leaf.copy_to_host_async()
+        return DeviceStep(sampled)
+
+    def _step(
+        self, params: Params, state: StageState, batch: TokenBatch, sampling: SamplingBatch
+    ) -> tuple[Sampled, StageState]:
+        result = self._stage(params, state, batch)
+        return sample(result.head.logits, sampling, batch.num_logits), result.state
+
+    def _batch(self, rows: Sequence[RequestRows], tokens: int) -> TokenBatch:
+        return build_batch(
+            self._config,
+            rows,
+            tokens=tokens,
+            requests=self.limits.max_num_seqs,
+            columns=self.limits.columns,
+            logit_rows=self.limits.logit_rows,
+            engram=self._engram,
+        )
