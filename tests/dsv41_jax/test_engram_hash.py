@@ -1,6 +1,7 @@
 """Engram token map, constants and hash ids against recorded values."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from dsv41_jax.config import ConfigError, EngramConfig
+from dsv41_jax.config import ConfigError
 from dsv41_jax.engram_hash import (
     EngramHasher,
     bucket_primes,
@@ -17,27 +18,21 @@ from dsv41_jax.engram_hash import (
     multipliers,
     token_map_from_tokenizer,
 )
-from tests.real_tokenizer import real_tokenizer
+from dsv41_jax.hf_config import load_config
+from serving.chat.released_tokenizer import released_tokenizer_text
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TINY = ["tiny_a", "tiny_b"]
-RELEASED = EngramConfig(
-    layer_ids=(1, 14),
-    num_embeddings=(384006168, 384016682),
-    max_ngram_size=4,
-    n_heads=8,
-    head_dim=256,
-    vocab_size=16000000,
-    pad_token_id=2,
-    compressed_vocab_size=99092,
-)
+RELEASED = load_config("released").engram
+
+
+@functools.cache
+def real_tokenizer():
+    return tokenizers.Tokenizer.from_str(released_tokenizer_text())
 
 
 def tiny_config(name):
-    text = json.loads((GOLDEN / name / "config.json").read_text())["text_config"]
-    keys = [field.name for field in dataclasses.fields(EngramConfig)]
-    values = {key: text[f"engram_{key}"] for key in keys}
-    return EngramConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    return load_config(GOLDEN / name).engram
 
 
 def load(name):
