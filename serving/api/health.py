@@ -1,0 +1,55 @@
+"""GET /health, /ping, /version, /load and /metrics."""
+
+import importlib.metadata
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from serving.api.errors import ApiError, JsonResponse
+from serving.api.generation import context_of
+from serving.api.metrics import CONTENT_TYPE
+
+router = APIRouter()
+
+
+def package_version() -> str:
+    """The installed version of this package."""
+    try:
+        return importlib.metadata.version("dsv41-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@router.get("/health")
+async def health(http: HttpRequest) -> Response:
+    """200 with an empty body while the engine runs, else 503."""
+    if not context_of(http).engine.is_alive:
+        raise ApiError(503, "the engine has stopped")
+    return Response()
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(http: HttpRequest) -> Response:
+    """As /health."""
+    return await health(http)
+
+
+@router.get("/version")
+async def version() -> JsonResponse:
+    """The installed version of this package."""
+    return JsonResponse({"version": package_version()})
+
+
+@router.get("/load")
+async def load(http: HttpRequest) -> JsonResponse:
+    """How many requests are being answered."""
+    return JsonResponse({"server_load": context_of(http).open_requests.count})
+
+
+@router.get("/metrics")
+@router.head("/metrics")
+async def metrics(http: HttpRequest) -> Response:
+    """Prometheus text."""
+    return Response(context_of(http).metrics.text(), media_type=CONTENT_TYPE)

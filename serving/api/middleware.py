@@ -1,0 +1,99 @@
+"""Around every route: request ids, the API key, and no traceback to a client."""
+
+import hmac
+import uuid
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.api.errors import ApiError, error_response
+from serving.api.streaming import ClientGoneError, as_api_error
+
+_GUARDED = ("/v1", "/v2", "/inference")
+_MAX_ID = 128
+
+
+def request_id_of(http: HttpRequest) -> str:
+    """The id of this HTTP request, as sent back in X-Request-Id."""
+    return http.scope["request_id"]
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    value = next((value for key, value in scope["headers"] if key == name), None)
+    return None if value is None else value.decode("latin-1")
+
+
+def _given_id(scope: Scope) -> str | None:
+    """The client's id, if it is printable and not too long."""
+    value = _header(scope, b"x-request-id")
+    return value if value and len(value) <= _MAX_ID and value.isprintable() else None
+
+
+class RequestIds:
+    """Takes X-Request-Id from the request, or makes one, and always returns it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _given_id(scope) or uuid.uuid4().hex
+        scope["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class ApiKey:
+    """Lets only bearers of the key into /v1, /v2 and /inference; OPTIONS passes."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer (ASGI)."""
+        guarded = (
+            scope["type"] == "http"
+            and scope["method"] != "OPTIONS"
+            and any(scope["path"] == p or scope["path"].startswith(p + "/") for p in _GUARDED)
+        )
+        given = (_header(scope, b"authorization") or "") if guarded else ""
+        if guarded and not hmac.compare_digest(given.encode("latin-1"), self._expected):
+            error = ApiError(401, "the API key is missing or wrong")
+            await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class CatchErrors:
+    """Turns what no route expected into a plain 500; the log gets the traceback."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer (ASGI)."""
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            if scope["type"] != "http" or started:
+                raise
+            await error_response(as_api_error(error))(scope, receive, send)
