@@ -15,12 +15,13 @@ def counts_of(cuts: Cuts, num_layers: int) -> tuple[int, ...]:
 
 
 def nearest_partitions(
-    ranges: Sequence[range], legal_cuts: Sequence[int], *, limit: int
+    ranges: Sequence[range], num_layers: int, legal_cuts: Sequence[int], *, limit: int
 ) -> tuple[tuple[int, Cuts], ...]:
     """Legal partitions with as many stages as `ranges`, fewest layers moved first.
 
     Args:
-      ranges: the wanted stages, which partition the layers.
+      ranges: the wanted stages; layers outside them count as moved.
+      num_layers: layers to partition.
       legal_cuts: places where a cut is legal.
       limit: how many to return at most.
 
@@ -32,7 +33,7 @@ def nearest_partitions(
         kept = min(stop, ranges[stage].stop) - max(start, ranges[stage].start)
         return stop - start - max(kept, 0)
 
-    return _best(ranges[-1].stop, len(ranges), legal_cuts, moved, limit)
+    return _best(num_layers, len(ranges), legal_cuts, moved, limit)
 
 
 def balanced_partition(
@@ -48,6 +49,8 @@ def balanced_partition(
     Returns:
       Its cuts, or None when there are too few legal ones.
     """
+    if num_stages > len(legal_cuts) + 1:
+        return None
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -85,6 +88,8 @@ def _best(
     limit: int,
 ) -> tuple[tuple[float, Cuts], ...]:
     """Partitions with the lowest sum of `cost(stage, start, stop)`; None forbids a stage."""
+    if num_stages > len(legal_cuts) + 1:
+        return ()
     # by last bound: the cheapest ways to fill the stages so far with the layers before it
     ways: dict[int, list[tuple[float, Cuts]]] = {0: [(0, ())]}
     for stage in range(num_stages):

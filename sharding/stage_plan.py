@@ -153,7 +153,13 @@ def build_stage_plan(
             f"{num_stages} pipeline stages are wanted, but the layer counts {_join(stages)} "
             f"describe {len(stages)}: give one count per stage"
         )
-    plan = lay_out(config, ranges_of(stages), relay=relay)
+    ranges = ranges_of(stages)
+    try:
+        plan = lay_out(config, ranges, relay=relay)
+    except PartitionError as error:
+        legal = legal_cuts(config, relay=relay, relay_max_bytes=relay_max_bytes)
+        nearest = _nearest_text(ranges, config.num_hidden_layers, legal)
+        raise PartitionError(f"{error}. {nearest}") from None
     check_crossings(config, plan, relay_max_bytes=relay_max_bytes)
     return plan
 
@@ -178,7 +184,7 @@ def check_ranges(ranges: Sequence[range], num_layers: int) -> None:
     end = 0
     problem = "" if ranges else "there is no stage"
     for stage, layers in enumerate(ranges):
-        if layers.step != 1 or len(layers) == 0:
+        if layers.step != 1 or layers.stop <= layers.start:
             problem = f"stage {stage} has no layers"
         elif layers.start > end:
             first = "do not start at layer 0" if stage == 0 else f"leave a hole at layer {end}"
@@ -243,9 +249,8 @@ def choose_counts(
     chosen = balanced_partition(layer_costs(config), num_stages, cuts)
     if chosen is None:
         raise PartitionError(
-            f"no partition into {num_stages} stages is legal: the {config.num_hidden_layers} "
-            f"layers can be cut before {_join(cuts) or 'none of them'}, into "
-            f"{len(cuts) + 1} stages at most. {_way_out(relay)}"
+            f"no partition into {num_stages} stages is legal: "
+            f"{_finest(config.num_hidden_layers, cuts)}. {_way_out(relay)}"
         )
     return counts_of(chosen, config.num_hidden_layers)
 
@@ -276,27 +281,32 @@ def check_crossings(config: ModelConfig, plan: StagePlan, *, relay_max_bytes: in
         more = len(crossings) - NAMED_CROSSINGS
         reason = f"partition {_join(plan.counts)} cuts through what layers share: {named}"
         reason += f"; and {more} more" if more > 0 else ""
-    raise PartitionError(f"{reason}. {_nearest_text(plan, legal)}{_way_out(plan.relay)}")
+    nearest = _nearest_text(plan.ranges, plan.num_layers, legal)
+    raise PartitionError(f"{reason}. {nearest}. {_way_out(plan.relay)}")
 
 
-def nearest_legal(plan: StagePlan, legal: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """(layers moved, layers per stage) of the legal partitions nearest to `plan`."""
-    found = nearest_partitions(plan.ranges, legal, limit=NEAREST)
-    return tuple((moved, counts_of(cuts, plan.num_layers)) for moved, cuts in found)
+def nearest_legal(
+    ranges: Sequence[range], num_layers: int, legal: Sequence[int]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """(layers moved, layers per stage) of the legal partitions nearest to `ranges`."""
+    found = nearest_partitions(ranges, num_layers, legal, limit=NEAREST)
+    return tuple((moved, counts_of(cuts, num_layers)) for moved, cuts in found)
 
 
-def _nearest_text(plan: StagePlan, legal: Sequence[int]) -> str:
-    nearest = nearest_legal(plan, legal)
+def _nearest_text(ranges: Sequence[range], num_layers: int, legal: Sequence[int]) -> str:
+    nearest = nearest_legal(ranges, num_layers, legal)
     if not nearest:
-        return (
-            f"No partition into {len(plan.stages)} stages is legal: cuts are legal before "
-            f"{_join(legal) or 'no layer'}, which makes {len(legal) + 1} stages at most. "
-        )
+        return f"No partition into {len(ranges)} stages is legal: {_finest(num_layers, legal)}"
     shown = " or ".join(
         f"{_join(counts)} ({moved} {'layer' if moved == 1 else 'layers'} moved)"
         for moved, counts in nearest
     )
-    return f"The nearest legal partitions: {shown}. "
+    return f"Nearest legal: {shown}"
+
+
+def _finest(num_layers: int, legal: Sequence[int]) -> str:
+    counts = _join(counts_of(tuple(legal), num_layers))
+    return f"the finest legal partition has {len(legal) + 1}: {counts}"
 
 
 def _way_out(relay: bool) -> str:

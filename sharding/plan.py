@@ -1,0 +1,111 @@
+"""`python -m sharding.plan`: stages of a model, what they own, and whether they may be cut so.
+
+Reads a configuration only: no weights, no accelerator, no device buffer. Exit status 0 when the
+partition is fine, 2 for wrong usage, 3 when the partition or the configuration is refused.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from dsv41_jax.config import ConfigError, ModelConfig
+from dsv41_jax.hf_config import load_config
+from sharding.options import PartitionOptions, add_partition_options, partition_options
+from sharding.picture import draw
+from sharding.report import Facts, plan_facts, plan_text, refusal_facts
+from sharding.stage_plan import PartitionError, StagePlan, lay_out, ranges_of
+from sharding.tensor_plan import TensorPlan
+
+FINE, REFUSED = 0, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status.
+
+    Raises:
+      SystemExit: with status 2 for wrong usage.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    options = partition_options(parser, args)
+    try:
+        config = load_config(args.model)
+    except ConfigError as error:
+        facts = {"model": args.model, "legal": False, "error": str(error)}
+        return _finish(facts, as_json=args.json)
+    plan, tensor, error = _plan(config, options)
+    if plan is None:
+        facts = refusal_facts(config, options, error or "")
+        return _finish({"model": args.model, **facts}, as_json=args.json)
+    if args.picture is not None:
+        try:
+            args.picture.write_text(draw(config, plan), encoding="utf-8")
+        except OSError as problem:
+            parser.error(f"--picture {args.picture} cannot be written: {problem.strerror}")
+    facts = plan_facts(config, plan, options, tensor, error=error)
+    return _finish({"model": args.model, **facts}, as_json=args.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sharding.plan",
+        description="Shows the pipeline stages of a model and checks them before anything is built",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR|released",
+        help="checkpoint directory, or 'released' for the published configuration",
+    )
+    add_partition_options(parser)
+    parser.add_argument(
+        "--picture", type=pathlib.Path, metavar="FILE.svg", help="draw layers, stages and sharing"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _plan(
+    config: ModelConfig, options: PartitionOptions
+) -> tuple[StagePlan | None, TensorPlan | None, str | None]:
+    """The plan as far as it can be laid out, and the reason if it is refused."""
+    plan, tensor, reasons = None, None, []
+    try:
+        plan = options.stage_plan(config)
+    except PartitionError as error:
+        reasons.append(str(error))
+        plan = _refused_plan(config, options)
+    try:
+        tensor = options.tensor_plan(config)
+    except PartitionError as error:
+        reasons.append(str(error))
+    return plan, tensor, "\n".join(reasons) or None
+
+
+def _refused_plan(config: ModelConfig, options: PartitionOptions) -> StagePlan | None:
+    """A partition that is refused, laid out to show why; None where it is no partition."""
+    try:
+        ranges = ranges_of(options.pipeline_stages or ())
+        return lay_out(config, ranges, relay=options.pipeline_relay)
+    except PartitionError:
+        return None
+
+
+def _finish(facts: Facts, *, as_json: bool) -> int:
+    """Prints the facts; the reason of a refusal goes to the error stream."""
+    if as_json:
+        print(json.dumps(facts, indent=1))
+    elif "stages" in facts:
+        print(plan_text(facts))
+    if facts["legal"]:
+        return FINE
+    if not as_json:
+        print(f"refused: {facts['error']}", file=sys.stderr)
+    return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
