@@ -7,6 +7,7 @@ partition is fine, 2 for wrong usage, 3 when the partition or the configuration 
 import argparse
 import json
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -108,4 +109,5 @@ def _finish(facts: Facts, *, as_json: bool) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command quietly
     sys.exit(main())
