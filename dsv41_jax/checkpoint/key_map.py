@@ -204,17 +204,18 @@ def layout_faults(
     expected: Mapping[str, TensorSpec], found: Mapping[str, StoredTensor]
 ) -> list[str]:
     """One sentence for each tensor that is missing, unexpected, misshapen or wrongly typed."""
-    faults = [
-        f"{name} is missing; expected {_describe(spec)}"
-        for name, spec in expected.items()
-        if name not in found
-    ]
-    for name, tensor in found.items():
-        spec = expected.get(name)
-        if spec is None:
-            faults.append(f"{name} ({_describe(tensor)}) is unexpected; config.json describes none")
+    faults = []
+    for name, spec in expected.items():
+        tensor = found.get(name)
+        if tensor is None:
+            faults.append(f"{name} is missing; expected {_describe(spec)}")
         elif (tensor.dtype, tensor.shape) != (spec.dtype, spec.shape):
             faults.append(f"{name} is {_describe(tensor)}; expected {_describe(spec)}")
+    faults += [
+        f"{name} ({_describe(tensor)}) is unexpected; config.json describes none"
+        for name, tensor in found.items()
+        if name not in expected
+    ]
     return faults
 
 
