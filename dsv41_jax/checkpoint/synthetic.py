@@ -1,5 +1,6 @@
 """Random checkpoints in the released layout, healthy enough to compute with."""
 
+import functools
 import json
 import math
 import pathlib
@@ -61,20 +62,25 @@ _FP8_AMPLITUDE = 64.0
 _FP4_AMPLITUDE = 1.25
 
 
-def _quantiles(count: int) -> np.ndarray:
-    """float64[count] values that stand for equal shares of the standard normal."""
+@functools.cache
+def _normal_quantiles(count: int) -> tuple[float, ...]:
+    """Values that stand for equal shares of the standard normal distribution."""
     normal = statistics.NormalDist()
-    return np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
+    return tuple(normal.inv_cdf((i + 0.5) / count) for i in range(count))
 
 
 def _fp8_table(amplitude: float) -> np.ndarray:
     """uint8[256]: random byte to an E4M3 code, normally distributed."""
-    return (_quantiles(256) * amplitude).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return (
+        (np.array(_normal_quantiles(256)) * amplitude)
+        .astype(ml_dtypes.float8_e4m3fn)
+        .view(np.uint8)
+    )
 
 
 def _fp4_table(amplitude: float) -> np.ndarray:
     """uint8[256]: random byte to two E2M1 codes, normally distributed."""
-    values = _quantiles(16) * amplitude
+    values = np.array(_normal_quantiles(16)) * amplitude
     nearest = np.abs(np.abs(values)[:, None] - np.array(_E2M1)).argmin(axis=1)
     codes = (nearest + 8 * (values < 0)).astype(np.uint8)
     byte = np.arange(256)
@@ -132,7 +138,8 @@ def random_tensor(name: str, expected: dict[str, TensorSpec], seed: int) -> np.n
         columns = shape[1] * (2 if packed else 1)
         amplitude, _ = _split_scale(_matrix_std(name, spec, columns), _amplitude(spec))
         table = _fp4_table(amplitude) if packed else _fp8_table(amplitude)
-        return table[rng.integers(0, 256, shape, np.uint8)].view(dtype)
+        codes = rng.bytes(math.prod(shape)).translate(table.tobytes())
+        return np.frombuffer(codes, dtype).reshape(shape)
     mean, std = _offset(name) or (0.0, _matrix_std(name, spec, shape[-1]))
     values = mean + std * rng.standard_normal(shape, np.float32)
     if name.endswith(("hc_attn_base", "hc_ffn_base")):
