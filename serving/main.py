@@ -1,0 +1,181 @@
+"""`python -m serving.main`: the OpenAI-compatible server."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+
+from serving.api.app import create_app
+from serving.api.context import ApiOptions, Context
+from serving.api.metrics import Metrics
+from serving.async_engine import AsyncEngine
+from serving.config import Options, ServerOptions, parse_options
+from serving.startup import Serving, StartupError, start
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LAST_WORDS = 5.0  # seconds to send the answers of requests that were given up
+
+
+def say(line: str) -> None:
+    """Print one line of progress."""
+    print(line, flush=True)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not listening yet.
+
+    Raises:
+      StartupError: the address is unknown, in use or not allowed.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return bound
+
+
+class Server(uvicorn.Server):
+    """Says when it is ready, and on SIGTERM or SIGINT answers what is open before it ends."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        *,
+        context: Context,
+        engine: AsyncEngine,
+        shutdown_timeout: float,
+        ready: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._open_requests = context.open_requests
+        self._engine = engine
+        self._shutdown_timeout = shutdown_timeout
+        self._ready = ready
+        self._closing: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals on the event loop; the process ends with status 0 after them."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.close)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def close(self) -> None:
+        """Refuse new requests and end when the open ones are answered; at once if called again."""
+        if self._closing is None:
+            self._open_requests.closing = True
+            self._closing = asyncio.ensure_future(self._drain())
+        else:
+            self._shutdown_timeout = 0.0
+
+    async def _drain(self) -> None:
+        say(f"shutting down: {self._open_requests.count} open requests")
+        await self._answered(lambda: self._shutdown_timeout)
+        # Those that are left get an output that says so, and answer 503.
+        await asyncio.to_thread(self._engine.shutdown)
+        await self._answered(lambda: _LAST_WORDS)
+        self.should_exit = True
+
+    async def _answered(self, timeout: Callable[[], float]) -> None:
+        waited = 0.0
+        while self._open_requests.count and waited < timeout():
+            await asyncio.sleep(0.05)
+            waited += 0.05
+
+
+def make_context(serving: Serving, options: ServerOptions) -> Context:
+    """What the routes work with."""
+    names = options.served_model_names or (serving.name,)
+    return Context(
+        engine=serving.engine,
+        tokenizer=serving.tokenizer,
+        options=ApiOptions(
+            model_names=names,
+            model_root=serving.root,
+            max_model_len=serving.max_model_len,
+            vocab_size=serving.config.vocab_size,
+            api_key=options.api_key,
+            max_body_bytes=options.max_body_bytes,
+        ),
+        metrics=Metrics(
+            model_name=names[0],
+            max_model_len=serving.max_model_len,
+            stats=serving.engine.stats,
+        ),
+    )
+
+
+def serve(options: Options, listener: socket.socket) -> None:
+    """Start the model and serve it until a signal comes.
+
+    Raises:
+      StartupError: it cannot be served.
+    """
+    serving = start(options.model, options.engine, say)
+    context = make_context(serving, options.server)
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    name = context.model_name
+    server = Server(
+        uvicorn.Config(
+            create_app(context),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+        ),
+        context=context,
+        engine=serving.engine,
+        shutdown_timeout=options.server.shutdown_timeout,
+        ready=lambda: say(f"ready: {url} serves {name}"),
+    )
+    try:
+        server.run(sockets=[listener])
+    finally:
+        serving.engine.shutdown()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server; returns 0 after a signal, 3 if it cannot start."""
+    options = parse_options(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("serving").setLevel(logging.INFO)
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: sys.exit(0))
+    try:
+        with bind(options.server.host, options.server.port) as listener:
+            serve(options, listener)
+    except StartupError as error:
+        print(f"serving.main: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

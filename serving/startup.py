@@ -1,0 +1,133 @@
+"""From options to an engine that is ready, or one clear reason why not."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dsv41_jax.checkpoint import (
+    CheckpointError,
+    component_sizes,
+    load_params,
+    open_checkpoint,
+)
+from dsv41_jax.config import ConfigError, ModelConfig
+from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.hf_config import RELEASED, load_config
+from serving.async_engine import AsyncEngine
+from serving.cache_groups import cache_bytes, plan_cache
+from serving.config import DEFAULT_CONTEXT, EngineOptions
+from serving.default_model import default_model
+from serving.engine import Engine
+from serving.limits import engine_limits
+from serving.runner import Runner
+from serving.tokenizer import Tokenizer, TokenizerError
+
+RANDOM_NAME = "dsv41-tiny-random"
+Say = Callable[[str], None]
+_LEFT_ALONE = {"draft": "speculative decoding", "vision": "image input"}
+
+
+class StartupError(Exception):
+    """The server cannot start; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving:
+    """A model that is ready to serve."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    config: ModelConfig
+    max_model_len: int
+    name: str
+    root: str
+
+
+def _model_directory(model: Path | None, say: Say) -> Path:
+    if model is None:
+        try:
+            path = default_model()
+        except OSError as error:
+            raise StartupError(f"the tiny random model cannot be written: {error}") from error
+        say(f"no --model given: serving a tiny model with RANDOM weights from {path}")
+        return path
+    if str(model) == RELEASED and not model.exists():
+        raise StartupError(
+            f"--model {RELEASED} is the published configuration without weights; give the "
+            "directory of a checkpoint"
+        )
+    if not model.exists():
+        raise StartupError(f"--model {model} does not exist; give the directory of a checkpoint")
+    if not model.is_dir():
+        raise StartupError(f"--model {model} is not a directory; give that of a checkpoint")
+    return model
+
+
+def _say_what_is_left_alone(path: Path, config: ModelConfig, say: Say) -> None:
+    sizes = component_sizes(open_checkpoint(path, config), config)
+    for component, use in _LEFT_ALONE.items():
+        if component in sizes:
+            size = sizes[component]
+            say(
+                f"the checkpoint has {size.tensors} {component} tensors ({size.nbytes / 1e6:.1f} "
+                f"MB), which are left alone: this server has no {use}"
+            )
+
+
+def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
+    config = load_config(path)
+    tokenizer = Tokenizer.open(path)
+    max_model_len = options.max_model_len or min(config.max_position_embeddings, DEFAULT_CONTEXT)
+    limits = engine_limits(
+        config,
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+    unit = cache_bytes(config, range(config.num_hidden_layers), limits.page_size)
+    sizes = plan_cache(limits, unit, options.kv_cache_memory_bytes)
+    _say_what_is_left_alone(path, config, say)
+    params = load_params(path, config)
+    engram = None
+    if config.engram is not None:
+        engram = EngramTables.open(path, config, tokenizer=tokenizer.backend)
+    say(
+        f"caches: {sizes.total_bytes(unit) / 2**20:.1f} MiB for {limits.max_num_seqs} requests of "
+        f"up to {limits.max_model_len} tokens"
+    )
+    runner = Runner(config, params, engram, limits=limits, cache_sizes=sizes)
+    buckets = ", ".join(str(bucket) for bucket in limits.token_buckets)
+    say(f"compiling steps of {buckets} tokens ...")
+    began = time.monotonic()
+    runner.compile_all()
+    say(f"compiled in {time.monotonic() - began:.1f} s")
+    return Serving(
+        engine=AsyncEngine(Engine(runner, tokenizer.backend)),
+        tokenizer=tokenizer,
+        config=config,
+        max_model_len=max_model_len,
+        name=path.name,
+        root=str(path),
+    )
+
+
+def start(model: Path | None, options: EngineOptions, say: Say) -> Serving:
+    """Load a model, compile every step and start its engine.
+
+    Args:
+      model: checkpoint directory; None for the tiny random model.
+      options: the engine's sizes.
+      say: takes one line of progress at a time.
+
+    Raises:
+      StartupError: one line that says what is wrong.
+    """
+    path = _model_directory(model, say)
+    try:
+        serving = _build(path, options, say)
+    except (ConfigError, CheckpointError, TokenizerError) as error:
+        raise StartupError(" ".join(str(error).split())) from error
+    except (OSError, MemoryError) as error:
+        raise StartupError(f"{path} cannot be served: {error}") from error
+    return serving if model is not None else dataclasses.replace(serving, name=RANDOM_NAME)
