@@ -8,6 +8,8 @@ from collections.abc import Sequence as Rows
 from types import MappingProxyType
 from typing import Protocol
 
+import jax
+
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_table import EngramTables
 from dsv41_jax.host_batch import RequestRows
@@ -18,7 +20,7 @@ from serving.cache_groups import CacheGroups, CacheSizes, cache_bytes, plan_cach
 from serving.detokenizer import TextStream, Vocabulary
 from serving.limits import EngineLimits, engine_limits
 from serving.request import FinishReason, Request, RequestError, RequestOutput, TokenLogprob
-from serving.runner import Runner
+from serving.runner import Runner, token_buckets
 from serving.scheduler import Scheduler, StepPlan
 from serving.sequence import Finish, Sequence
 
@@ -324,6 +326,13 @@ def build_engine(
     )
     unit = cache_bytes(config, range(config.num_hidden_layers), limits.page_size)
     sizes = plan_cache(limits, unit, kv_cache_memory_bytes)
-    runner = Runner(config, params, engram, limits=limits, cache_sizes=sizes)
+    runner = Runner(
+        config,
+        params,
+        engram,
+        limits=limits,
+        cache_sizes=sizes,
+        token_buckets=token_buckets(limits, jax.default_backend()),
+    )
     runner.compile_all()
     return Engine(runner, vocabulary)

@@ -51,12 +51,7 @@ class EngineLimits:
     @property
     def logit_rows(self) -> int:
         """L: logit rows of a step."""
-        return _round_up(self.max_num_seqs + _PROMPT_LOGIT_ROWS)
-
-    @property
-    def token_buckets(self) -> tuple[int, ...]:
-        """T of the compiled steps, ascending: one for decode only, one for everything."""
-        return tuple(sorted({_round_up(self.max_num_seqs), _round_up(self.max_num_batched_tokens)}))
+        return round_up(self.max_num_seqs + _PROMPT_LOGIT_ROWS)
 
 
 def engine_limits(
@@ -81,5 +76,6 @@ def engine_limits(
     )
 
 
-def _round_up(rows: int) -> int:
+def round_up(rows: int) -> int:
+    """The smallest whole number of row tiles that holds `rows`."""
     return -(-rows // ROW_TILE) * ROW_TILE

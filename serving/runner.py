@@ -14,7 +14,19 @@ from dsv41_jax.sampling import Sampled, SamplingBatch, sample
 from dsv41_jax.state import StageState, init_state
 from serving.batch_builder import empty_sampling
 from serving.cache_groups import CacheSizes
-from serving.limits import EngineLimits
+from serving.limits import EngineLimits, round_up
+
+
+def token_buckets(limits: EngineLimits, platform: str) -> tuple[int, ...]:
+    """T of the programs to compile for a platform, as JAX names it.
+
+    On CPU the time of a step follows its real rows, so one program serves all steps; elsewhere
+    it follows T, and steps of decode rows alone get a program of their own.
+    """
+    largest = round_up(limits.max_num_batched_tokens)
+    if platform == "cpu":
+        return (largest,)
+    return tuple(sorted({round_up(limits.max_num_seqs), largest}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +60,23 @@ class Runner:
         *,
         limits: EngineLimits,
         cache_sizes: CacheSizes,
+        token_buckets: tuple[int, ...],
     ) -> None:
+        """
+        Args:
+          config: the model.
+          params: its parameters, on the device.
+          engram: its host tables, or None where it has none.
+          limits: sizes of a step.
+          cache_sizes: pages and slots to allocate.
+          token_buckets: T of each program, ascending; the last holds max_num_batched_tokens.
+        """
         self.limits = limits
         self.cache_sizes = cache_sizes
         self.vocab_size = config.vocab_size
         self.eos_token_id = config.eos_token_id
         self.look_back = config.engram.max_ngram_size - 1 if config.engram else 0
+        self._token_buckets = token_buckets
         self._config = config
         self._params = params
         self._engram = engram
@@ -81,7 +104,7 @@ class Runner:
             compiler_options={"xla_allow_excess_precision": False},
         )
         sampling = empty_sampling(self.limits.logit_rows)
-        for tokens in self.limits.token_buckets:
+        for tokens in self._token_buckets:
             batch = self._batch((), tokens)
             lowered = jitted.lower(self._params, self._state, batch, sampling)
             self._programs[tokens] = lowered.compile()
@@ -97,7 +120,7 @@ class Runner:
           ValueError: the rows do not fit the largest bucket.
         """
         total = sum(len(row.token_ids) for row in rows)
-        buckets = self.limits.token_buckets
+        buckets = self._token_buckets
         tokens = next((bucket for bucket in buckets if total <= bucket), buckets[-1])
         batch = self._batch(rows, tokens)
         sampled, self._state = self._programs[tokens](self._params, self._state, batch, sampling)

@@ -1,0 +1,156 @@
+"""The real model under the engine: bits do not depend on company, chunks or preemption."""
+
+import asyncio
+import contextlib
+import pathlib
+import random
+
+import jax
+import numpy as np
+import pytest
+from toy_runner import run_all, tokens_of, toy_request
+
+from dsv41_jax.checkpoint import load_params
+from dsv41_jax.engram_table import EngramTables, read_tokenizer
+from dsv41_jax.hf_config import load_config
+from serving.async_engine import AsyncEngine
+from serving.cache_groups import cache_bytes
+from serving.detokenizer import vocabulary
+from serving.engine import build_engine
+from serving.limits import engine_limits
+from serving.runner import token_buckets
+
+TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_b"
+SIZES = {"max_model_len": 160, "max_num_seqs": 8, "max_num_batched_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """A compiled engine whose caches hold two requests of full length: enough to preempt."""
+    config = load_config(TINY)
+    page = cache_bytes(config, range(config.num_hidden_layers), 16)
+    budget = 24 * page.window_page + 20 * page.global_page + 8 * page.slot
+    return build_engine(
+        config,
+        load_params(TINY, config),
+        EngramTables.open(TINY, config),
+        vocabulary(read_tokenizer(TINY)),
+        kv_cache_memory_bytes=budget,
+        **SIZES,
+    )
+
+
+@pytest.fixture(scope="module")
+def requests():
+    generator = random.Random(11)
+    return [
+        toy_request(
+            str(index),
+            [generator.randrange(3, 500) for _ in range(generator.randint(1, 70))],
+            max_tokens=generator.randint(4, 14),
+            temperature=generator.choice([0.0, 0.8]),
+            top_p=generator.choice([1.0, 0.9]),
+            seed=index,
+            logprobs=3,
+            prompt_logprobs=1 if index % 8 == 0 else None,
+        )
+        for index in range(32)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(engine, requests):
+    """Every request served by itself."""
+    return {r.request_id: run_all(engine, [r])[r.request_id] for r in requests}
+
+
+@contextlib.contextmanager
+def no_compilation():
+    compiled = []
+
+    def listener(event, duration, **_):
+        if "compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert compiled == []
+
+
+def test_requests_together_equal_their_solo_runs_bit_for_bit(engine, requests, alone):
+    before = engine.stats().num_preemptions
+    with pytest.raises(AssertionError), no_compilation():
+        jax.jit(lambda x: x + 1)(np.float32(1))
+    with no_compilation():
+        outputs = run_all(engine, requests)
+    assert outputs == alone
+    assert engine.stats().num_preemptions > before
+    assert engine.stats().kv_cache_usage == 0
+
+
+def test_concurrent_streams_half_of_them_cancelled_leave_nothing_in_use(engine, requests, alone):
+    runner = AsyncEngine(engine)
+
+    async def stream(request, limit):
+        outputs = []
+        async with contextlib.aclosing(runner.generate(request)) as source:
+            async for output in source:
+                outputs.append(output)
+                if len(outputs) == limit:
+                    break
+        return outputs
+
+    async def drive():
+        results = await asyncio.gather(
+            *(stream(r, None if i % 2 else 2) for i, r in enumerate(requests))
+        )
+        while runner.stats().num_running or runner.stats().num_waiting:
+            await asyncio.sleep(0.01)
+        return results
+
+    with no_compilation():
+        results = asyncio.run(drive())
+        runner.shutdown()
+    for request, outputs in zip(requests, results, strict=True):
+        expected = alone[request.request_id]
+        assert outputs == expected[: len(outputs)]
+        assert len(outputs) in (2, len(expected))
+    assert engine.stats().kv_cache_usage == 0
+    while engine.has_work:
+        engine.step()
+    assert run_all(engine, requests[:8]) == {
+        r.request_id: alone[r.request_id] for r in requests[:8]
+    }
+
+
+def test_the_likeliest_tokens_are_the_published_ones_where_the_margin_is_clear(engine):
+    golden = np.load(TINY / "golden_greedy.npz")
+    ids = [*golden["prompt_ids"].tolist(), *golden["gen_ids"].tolist()]
+    request = toy_request("greedy", ids, max_tokens=0, prompt_logprobs=1)
+    (output,) = run_all(engine, [request])["greedy"]
+    first = len(golden["prompt_ids"])
+    likeliest = np.array([entry.top[0][0] for entry in output.prompt_logprobs[first:]])
+    clear = golden["margin"] > 0.45
+    assert clear.sum() >= 3
+    np.testing.assert_array_equal(likeliest[clear], golden["logits"].argmax(1)[clear])
+
+
+def test_no_end_token_is_sampled_before_min_tokens(engine):
+    plain = tokens_of(run_all(engine, [toy_request("a", [5, 6, 7])])["a"])
+    early = tuple(dict.fromkeys(plain[:4]))
+    request = toy_request("a", [5, 6, 7], stop_token_ids=early, min_tokens=5, max_tokens=8)
+    tokens = tokens_of(run_all(engine, [request])["a"])
+    assert len(tokens) >= 5 and not set(tokens[:5]) & set(early)
+
+
+def test_every_program_is_compiled_before_the_engine_is_handed_out(engine):
+    assert engine._runner.num_compiled == 1
+
+
+def test_one_program_serves_every_step_on_cpu_and_decode_has_its_own_elsewhere():
+    limits = engine_limits(load_config(TINY), **SIZES)
+    assert token_buckets(limits, "cpu") == (48,)
+    assert token_buckets(limits, "gpu") == (16, 48)
