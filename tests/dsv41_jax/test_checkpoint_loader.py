@@ -10,6 +10,7 @@ import sys
 import types
 
 import chex
+import flax.linen as nn
 import jax
 import ml_dtypes
 import numpy as np
@@ -27,6 +28,7 @@ from dsv41_jax.checkpoint import (
 )
 from dsv41_jax.checkpoint.synthetic import make_checkpoint
 from dsv41_jax.hf_config import load_config
+from dsv41_jax.model import Stage
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TINY = ["tiny_a", "tiny_b"]
@@ -85,6 +87,22 @@ def test_abstract_tree_is_the_loaded_one(name):
     config = load_config(directory)
     params = load_params(directory, config, progress=False)
     chex.assert_trees_all_equal_shapes_and_dtypes(params, abstract_params(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("tiny_a", range(0, 9)),
+        ("tiny_b", range(0, 8)),
+        ("released", range(1, 3)),
+        ("released", range(20, 21)),
+        ("released", range(39, 40)),
+    ],
+)
+def test_abstract_tree_is_the_models(name, layers):
+    config = load_config(name if name == "released" else GOLDEN / name)
+    model = nn.meta.unbox(jax.eval_shape(Stage(config, layers).init))
+    chex.assert_trees_all_equal_shapes_and_dtypes(model, abstract_params(config, layers))
 
 
 def test_released_abstract_tree_needs_no_file():
@@ -236,6 +254,7 @@ import sys, threading, time
 import jax, jax.numpy as jnp
 from dsv41_jax.checkpoint import abstract_params, load_params
 from dsv41_jax.hf_config import load_config
+from dsv41_jax.model import Stage
 
 def anonymous():
     with open("/proc/self/status") as status:
