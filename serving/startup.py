@@ -18,9 +18,8 @@ from serving.async_engine import AsyncEngine
 from serving.cache_groups import cache_bytes, plan_cache
 from serving.config import DEFAULT_CONTEXT, EngineOptions
 from serving.default_model import default_model
-from serving.engine import Engine
+from serving.engine import build_engine
 from serving.limits import engine_limits
-from serving.runner import Runner
 from serving.tokenizer import Tokenizer, TokenizerError
 
 RANDOM_NAME = "dsv41-tiny-random"
@@ -96,14 +95,21 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
         f"caches: {sizes.total_bytes(unit) / 2**20:.1f} MiB for {limits.max_num_seqs} requests of "
         f"up to {limits.max_model_len} tokens"
     )
-    runner = Runner(config, params, engram, limits=limits, cache_sizes=sizes)
-    buckets = ", ".join(str(bucket) for bucket in limits.token_buckets)
-    say(f"compiling steps of {buckets} tokens ...")
+    say(f"compiling steps of up to {limits.max_num_batched_tokens} tokens ...")
     began = time.monotonic()
-    runner.compile_all()
+    engine = build_engine(
+        config,
+        params,
+        engram,
+        tokenizer.vocabulary,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+    )
     say(f"compiled in {time.monotonic() - began:.1f} s")
     return Serving(
-        engine=AsyncEngine(Engine(runner, tokenizer.backend)),
+        engine=AsyncEngine(engine),
         tokenizer=tokenizer,
         config=config,
         max_model_len=max_model_len,

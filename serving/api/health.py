@@ -23,8 +23,11 @@ def package_version() -> str:
 
 @router.get("/health")
 async def health(http: HttpRequest) -> Response:
-    """200 with an empty body while the engine runs, else 503."""
-    if not context_of(http).engine.is_alive:
+    """200 with an empty body while the server takes requests, else 503."""
+    context = context_of(http)
+    if context.open_requests.closing:
+        raise ApiError(503, "the server is shutting down")
+    if not context.engine.is_alive:
         raise ApiError(503, "the engine has stopped")
     return Response()
 

@@ -129,7 +129,7 @@ def client_of(engine, **options):
         "model_names": (MODEL, "alias"),
         "model_root": "/models/fake",
         "max_model_len": MAX_MODEL_LEN,
-        "vocab_size": 512,
+        "vocab_size": engine.tokenizer.vocab_size,
     }
     context = Context(
         engine=engine,

@@ -12,7 +12,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 @pytest.fixture(scope="module")
 def client():
     tokenizer = fake_engine.make_tokenizer()
-    with client_of(FakeEngine(tokenizer, says(tokenizer, "x")), max_body_bytes=10_000) as client:
+    engine = FakeEngine(tokenizer, says(tokenizer, "x"))
+    with client_of(engine, vocab_size=512, max_body_bytes=10_000) as client:
         yield client
 
 
