@@ -119,5 +119,5 @@ def _empty_engram(
             np.zeros((tokens, columns, dim), np.uint8),
             np.zeros((tokens, columns, dim // 32), np.uint8),
         )
-        for layer in engram.layers
+        for layer in engram.layer_ids
     }

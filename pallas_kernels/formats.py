@@ -17,6 +17,16 @@ FP4_MAX = 6.0
 _ACTIVATION_FLOOR = 1e-4  # smallest amax of an activation group
 _FP4_FLOOR = 6 * 2.0**-126
 _KV_FLOOR = 6 * 2.0**-9
+# Midpoints between E2M1 magnitudes, and whether a tie goes to the upper (even) code.
+_MIDPOINTS = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
 
 
 def decode_e8m0(byte: jax.Array) -> jax.Array:
@@ -48,20 +58,23 @@ def decode_e2m1(byte: jax.Array) -> jax.Array:
     return jnp.where(nibble >= 8, -value, value)
 
 
-def encode_e2m1(x: jax.Array) -> jax.Array:
-    """uint8[..., n / 2] of float32[..., n]: nearest, ties to the even code, clamped to +-6."""
+def encode_e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    """E2M1 codes of x / scale: nearest, ties to the even code, clamped to +-6.
+
+    Compares |x| with scaled midpoints instead of dividing: the midpoints are exact, so ties
+    stay ties whatever a compiler makes of a division.
+
+    Args:
+      x: float32[..., n], n even, bf16 values.
+      scale: float32[..., 1], or 1 where x is scaled already.
+
+    Returns:
+      uint8[..., n / 2], the even element in the low nibble.
+    """
     magnitude = jnp.abs(x)
     code = sum(
-        reached.astype(jnp.uint8)
-        for reached in (
-            magnitude > 0.25,
-            magnitude >= 0.75,
-            magnitude > 1.25,
-            magnitude >= 1.75,
-            magnitude > 2.5,
-            magnitude >= 3.5,
-            magnitude > 5.0,
-        )
+        (magnitude >= middle * scale if ties_up else magnitude > middle * scale).astype(jnp.uint8)
+        for middle, ties_up in _MIDPOINTS
     )
     code = code | (jnp.signbit(x).astype(jnp.uint8) << 3)
     pairs = code.reshape(*code.shape[:-1], -1, 2)
@@ -78,6 +91,11 @@ def _power_of_two_scale(amax: jax.Array, largest: float) -> jax.Array:
     return ((bits + 0x7FFFFF) >> 23).astype(jnp.uint8)
 
 
+def _inverse_power(scales: jax.Array) -> jax.Array:
+    """float32[..., 1]: one over a power-of-two scale, exact."""
+    return decode_e8m0(254 - scales)[..., None]
+
+
 def quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Activation quantization: groups of 32 channels, power-of-two scale.
 
@@ -91,7 +109,7 @@ def quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     groups = _groups(x, FP8_BLOCK)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(_ACTIVATION_FLOOR))
     scales = _power_of_two_scale(amax, FP8_MAX)
-    codes = encode_e4m3(groups / decode_e8m0(scales)[..., None])
+    codes = encode_e4m3(groups * _inverse_power(scales))
     return codes.reshape(x.shape), scales
 
 
@@ -114,7 +132,7 @@ def quantize_fp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     groups = _groups(x, FP4_BLOCK)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(_FP4_FLOOR))
     scales = _power_of_two_scale(amax, FP4_MAX)
-    codes = encode_e2m1(groups / decode_e8m0(scales)[..., None])
+    codes = encode_e2m1(groups * _inverse_power(scales))
     return codes.reshape(*x.shape[:-1], -1), scales
 
 
@@ -136,8 +154,10 @@ def quantize_kv(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     groups = _groups(x, KV_BLOCK)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(_KV_FLOOR))
-    scales = encode_e4m3(amax / np.float32(FP4_MAX))
-    codes = encode_e2m1(groups / decode_e4m3(scales)[..., None])
+    # A sixth, exact where it is a tie of E4M3: 16 bits tell ties from every other bf16 / 6.
+    sixth = jax.lax.reduce_precision(amax * np.float32(1 / FP4_MAX), 8, 15)
+    scales = encode_e4m3(sixth)
+    codes = encode_e2m1(groups, decode_e4m3(scales)[..., None])
     return codes.reshape(*x.shape[:-1], -1), scales
 
 

@@ -4,6 +4,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import numerics
+
 
 def mixes(
     x: jax.Array,
@@ -33,9 +35,9 @@ def mixes(
     """
     chex.assert_rank([x, fn, scale, base], [3, 2, 1, 1])
     flat = x.astype(jnp.float32).reshape(x.shape[0], -1)
-    mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
+    mean_square = numerics.mean(jnp.square(flat))
     product = jnp.einsum("tk,nk->tn", flat, fn, precision=jax.lax.Precision.HIGHEST)
-    m = product * jax.lax.rsqrt(mean_square + norm_eps)
+    m = product * numerics.rsqrt(mean_square + norm_eps)
     return split_sinkhorn(
         m, scale, base, copies=x.shape[1], sinkhorn_iters=sinkhorn_iters, hc_eps=hc_eps
     )
@@ -56,12 +58,14 @@ def split_sinkhorn(
     pre = jax.nn.sigmoid(m[:, :c] * scale[0] + base[:, :c]) + hc_eps
     post = 2 * jax.nn.sigmoid(m[:, c : 2 * c] * scale[1] + base[:, c : 2 * c])
     comb = (m[:, 2 * c :] * scale[2] + base[:, 2 * c :]).reshape(-1, c, c)
-    comb = jax.nn.softmax(comb, axis=-1) + hc_eps
-    comb = comb / (jnp.sum(comb, axis=-2, keepdims=True) + hc_eps)
-    for _ in range(sinkhorn_iters - 1):
-        comb = comb / (jnp.sum(comb, axis=-1, keepdims=True) + hc_eps)
-        comb = comb / (jnp.sum(comb, axis=-2, keepdims=True) + hc_eps)
-    return pre, post, comb
+    comb = numerics.softmax(comb, axis=-1) + hc_eps
+    comb = numerics.divide(comb, jnp.sum(comb, axis=-2, keepdims=True) + hc_eps)
+
+    def normalize(_: jax.Array, comb: jax.Array) -> jax.Array:
+        comb = numerics.divide(comb, jnp.sum(comb, axis=-1, keepdims=True) + hc_eps)
+        return numerics.divide(comb, jnp.sum(comb, axis=-2, keepdims=True) + hc_eps)
+
+    return pre, post, jax.lax.fori_loop(0, sinkhorn_iters - 1, normalize, comb)
 
 
 def collapse(x: jax.Array, pre: jax.Array) -> jax.Array:

@@ -4,6 +4,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import numerics
+
 KEY_BLOCK = 64  # keys per step of the running maximum; decides roundings
 _MASKED = -1e30  # finite: a row without any key stays free of NaN
 
@@ -64,4 +66,4 @@ def sparse_attention_reference(
     init = (peak, jnp.zeros((rows, heads)), jnp.zeros((rows, heads, dim)))
     (peak, total, acc), _ = jax.lax.scan(step, init, (kv, valid))
     total = total + jnp.exp(sink[None] - peak)
-    return (acc / total[..., None]).astype(jnp.bfloat16)
+    return numerics.divide(acc, total[..., None]).astype(jnp.bfloat16)

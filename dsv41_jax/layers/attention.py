@@ -27,9 +27,7 @@ class GroupedOutput(nn.Module):
     @nn.compact
     def __call__(self, o: jax.Array) -> jax.Array:
         """bf16[T, groups * features] of bf16[T, groups, K]."""
-        weight, scale = fp8_params(
-            self, self.groups * self.features, o.shape[-1], (TENSOR, None)
-        )
+        weight, scale = fp8_params(self, self.groups * self.features, o.shape[-1], (TENSOR, None))
         matrix = formats.dequantize_weight(weight, scale)
         matrix = matrix.reshape(self.groups, self.features, o.shape[-1])
         y = jnp.stack([matmul(o[:, g], matrix[g]) for g in range(self.groups)], axis=1)

@@ -131,9 +131,7 @@ def _whole_groups(
     return jnp.stack(members, axis=1)
 
 
-def _keep_open(
-    rows: jax.Array, open_rows: jax.Array, batch: TokenBatch, ratio: int
-) -> jax.Array:
+def _keep_open(rows: jax.Array, open_rows: jax.Array, batch: TokenBatch, ratio: int) -> jax.Array:
     """Open groups after the batch: the last m rows of each request, by position mod m."""
     total = rows.shape[0]
     later = jnp.arange(total, dtype=jnp.int32) + ratio
@@ -168,9 +166,7 @@ def _read(
         topk = shared.read("index", spec.index_source, spec.layer)
     if spec.candidate_source is not None:
         candidates = shared.read("candidate", spec.candidate_source, spec.layer)
-    pages = Pages(
-        state.window[spec.layer], kv, index_k, batch.window_pages, batch.global_pages
-    )
+    pages = Pages(state.window[spec.layer], kv, index_k, batch.window_pages, batch.global_pages)
 
     def read(rows: tuple) -> tuple[Stream, LayerTrace]:
         return block.apply({"params": params}, *rows, pages, method=Block.read)
@@ -182,5 +178,3 @@ def _read(
 def _replace(state: StageState, field: str, layer: int, value: Any) -> StageState:
     entries = {**vars(state), field: {**getattr(state, field), layer: value}}
     return StageState(**entries)
-
-

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layers.linear import Linear, RMSNorm
+from pallas_kernels import numerics
 
 
 class Compressor(nn.Module):
@@ -31,7 +32,7 @@ class Compressor(nn.Module):
     def pool(self, kv: jax.Array, score: jax.Array) -> jax.Array:
         """Latents before rope, bf16[T, d], of whole groups float32[T, m, d]."""
         if self.ratio > 1:
-            kv = jnp.sum(kv * jax.nn.softmax(score, axis=1), axis=1)
+            kv = jnp.sum(kv * numerics.softmax(score, axis=1), axis=1)
         else:
             kv = kv[:, 0]
         return self.norm(kv.astype(jnp.bfloat16))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layers.linear import QuantizedLinear
 from dsv41_jax.quantization.rows import PackedRows, unpack_window
+from pallas_kernels import numerics
 
 
 class Engram(nn.Module):
@@ -39,8 +40,8 @@ class Engram(nn.Module):
         stream = x.astype(jnp.float32)
         weight = q_weight.astype(jnp.float32) * k_weight.astype(jnp.float32)
         dot = jnp.sum(stream * weight[None] * key, axis=-1)
-        dot = dot * jax.lax.rsqrt(jnp.mean(jnp.square(stream), axis=-1) + eps)
-        dot = dot * jax.lax.rsqrt(jnp.mean(jnp.square(key), axis=-1) + eps) * hidden**-0.5
+        dot = dot * numerics.rsqrt(numerics.mean(jnp.square(stream))[..., 0] + eps)
+        dot = dot * numerics.rsqrt(numerics.mean(jnp.square(key))[..., 0] + eps) * hidden**-0.5
         magnitude = jnp.sqrt(jnp.maximum(jnp.abs(dot), 1e-6))
         gate = jax.nn.sigmoid(jnp.where(jnp.signbit(dot), -magnitude, magnitude))
         gate = jnp.where(is_image[:, None], 0.0, gate)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41_jax.axes import TENSOR
-from pallas_kernels import scaled_matmul
+from pallas_kernels import numerics, scaled_matmul
 
 
 class RMSNorm(nn.Module):
@@ -22,8 +22,7 @@ class RMSNorm(nn.Module):
         """Normalizes the last axis of bf16[..., D]."""
         weight = self.param("weight", nn.initializers.ones, x.shape[-1:], jnp.bfloat16)
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.eps)
+        normed = wide * numerics.rsqrt(numerics.mean(jnp.square(wide)) + self.eps)
         scale = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
         return (scale * normed).astype(x.dtype)
 

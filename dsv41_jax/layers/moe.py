@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from dsv41_jax.axes import EXPERT, TENSOR, Partition
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layers.linear import QuantizedLinear, matmul, sum_devices
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, numerics
 
 
 class Gate(nn.Module):
@@ -48,7 +48,7 @@ def route(
     _, experts = jax.lax.top_k(biased, config.num_experts_per_tok)
     weights = jnp.take_along_axis(affinity, experts, axis=-1)
     if config.num_experts_per_tok > 1:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = numerics.divide(weights, jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return experts, weights * config.routed_scaling_factor
 
 
@@ -125,9 +125,7 @@ class MoE(nn.Module):
         self.experts = Experts(self.config, self.partition)
         self.shared_experts = SharedExpert(self.config, self.partition)
 
-    def __call__(
-        self, x: jax.Array, is_image: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """bf16[T, D] of bf16[T, D], with the experts and weights that were chosen."""
         experts, weights = self.gate(x, is_image)
         routed = sum_devices(self.experts(x, experts, weights), self.partition.tensor)

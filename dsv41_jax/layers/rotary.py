@@ -29,9 +29,7 @@ def frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
 def layer_frequencies(config: ModelConfig, ratio: int) -> np.ndarray:
     """Frequencies of a layer: YaRN exactly where it reads compressed rows."""
     if ratio:
-        return frequencies(
-            config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling
-        )
+        return frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
     return frequencies(config.qk_rope_head_dim, config.rope_theta, None)
 
 
