@@ -161,15 +161,24 @@ def serve(options: Options, listener: socket.socket) -> None:
         serving.engine.shutdown()
 
 
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Lets a signal that comes before the server listens end the process with status 0."""
+    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns 0 after a signal, 3 if it cannot start."""
     options = parse_options(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("serving").setLevel(logging.INFO)
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: sys.exit(0))
     try:
-        with bind(options.server.host, options.server.port) as listener:
+        with _ending_on_signals(), bind(options.server.host, options.server.port) as listener:
             serve(options, listener)
     except StartupError as error:
         print(f"serving.main: {error}", file=sys.stderr)

@@ -50,7 +50,7 @@ class OutputParser:
     Attributes:
       num_tokens: ids taken so far.
       stop_reason: the stop string that was found, after which nothing more is taken.
-      reasoning_tokens: ids of the reasoning; known after `finish`.
+      reasoning_tokens: ids of the reasoning, without the marker that ends it.
     """
 
     def __init__(
@@ -93,6 +93,11 @@ class OutputParser:
         self._stops = StopStrings(stop, include=keep_stop) if stop else None
         self._min_tokens = min_tokens
         self._finish_reason: str | None = None
+        self._reasoning = start in ("reasoning", "continued_reasoning")
+        ends = [recipe.SpecialToken.ThinkingEnd.default_str()]
+        if parse_tool_calls:
+            ends.append(recipe.SpecialToken.Dsml.default_str())
+        self._ends_reasoning = frozenset(tokenizer.token_id(token) for token in ends)
         self.num_tokens = 0
         self.stop_reason: str | None = None
         self.reasoning_tokens = 0
@@ -104,6 +109,8 @@ class OutputParser:
             if self.stop_reason is not None:
                 break
             self.num_tokens += 1
+            self._reasoning = self._reasoning and token_id not in self._ends_reasoning
+            self.reasoning_tokens += self._reasoning
             if not self._processor.finished and self._tokenizer.has(token_id):
                 chunk = recipe.InferenceChunk.tokens([token_id])
                 deltas += self._read(self._processor.push(chunk))
@@ -141,10 +148,6 @@ class OutputParser:
         deltas = []
         for chunk in chunks:
             body = orjson.loads(chunk.to_json())
-            usage = body.get("usage")
-            if usage:
-                details = usage.get("completion_tokens_details") or {}
-                self.reasoning_tokens = details.get("reasoning_tokens") or 0
             for choice in body["choices"]:
                 self._finish_reason = choice.get("finish_reason") or self._finish_reason
                 raw = choice["delta"]

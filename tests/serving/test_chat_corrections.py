@@ -141,3 +141,13 @@ def test_a_stop_string_held_back_at_the_end_is_released(tokenizer):
     deltas += parser.finish("stop")[0]
     assert "".join(delta.content for delta in deltas) == "xabc"
     assert parser.stop_reason is None
+
+
+def test_reasoning_tokens_are_counted_up_to_the_marker_that_ends_them(tokenizer):
+    for text, tools in (("🐸 why</think>x", True), ("🐸 why", False)):
+        parser = OutputParser(tokenizer, start="reasoning", parse_tool_calls=tools)
+        parser.push(tokenizer.encode(text))
+        assert parser.reasoning_tokens == len(tokenizer.encode("🐸 why"))
+    parser = OutputParser(tokenizer, start="content", parse_tool_calls=True)
+    parser.push(tokenizer.encode("x"))
+    assert parser.reasoning_tokens == 0

@@ -1,0 +1,215 @@
+"""The server's own process, used by the openai client, and by clients that hang up."""
+
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SLOTS = 8
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """The server as a user starts it, without a model, on a free port."""
+    cache = tmp_path_factory.mktemp("cache")
+    command = [sys.executable, "-m", "serving.main", "--port", "0", "--served-model-name", "tiny"]
+    command += ["--max-model-len", "1024", "--max-num-seqs", str(SLOTS)]
+    command += ["--max-num-batched-tokens", "64"]
+    errors = (cache / "stderr").open("w+")
+    server = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
+    server.lines = []
+    server.errors = errors
+    try:
+        for line in server.stdout:
+            server.lines.append(line.rstrip("\n"))
+            if line.startswith("ready"):
+                break
+        yield server
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+        errors.close()
+
+
+@pytest.fixture(scope="module")
+def url(process):
+    assert process.lines and process.lines[-1].startswith("ready"), process.lines
+    return re.fullmatch(r"ready: (http://127.0.0.1:\d+) serves tiny", process.lines[-1])[1]
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="anything", max_retries=0) as client:
+        yield client
+
+
+def running(url):
+    text = httpx.get(f"{url}/metrics").text
+    pattern = r"^vllm:num_requests_(?:running|waiting)\{.*\} (.*)$"
+    return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
+
+
+def wait_until_idle(url):
+    deadline = time.monotonic() + 30
+    while running(url) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running(url) == 0
+
+
+def complete(client, prompt, tokens, **options):
+    """Streams a completion to its end; returns its text and its number of chunks."""
+    stream = client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        **options,
+    )
+    texts = [chunk.choices[0].text for chunk in stream]
+    return "".join(texts), len(texts)
+
+
+def test_the_server_says_what_it_serves_and_when_it_is_ready(process, url):
+    assert "RANDOM weights" in process.lines[0]
+    assert any(line.startswith("compiling") for line in process.lines)
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_models_are_listed(client):
+    [model] = client.models.list()
+    assert model.id == "tiny" and model.max_model_len == 1024
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_completions_are_reproducible_and_counted(client):
+    def create():
+        return client.completions.create(
+            model="tiny", prompt="Hello world", max_tokens=6, seed=5, logprobs=2, echo=True
+        )
+
+    one, other = create(), create()
+    assert one.choices[0].text == other.choices[0].text
+    assert one.choices[0].text.startswith("Hello world")
+    assert one.usage.completion_tokens <= 6
+    assert len(one.choices[0].logprobs.tokens) == one.usage.total_tokens
+
+
+def test_a_stream_says_the_same_as_an_answer_one_token_at_a_time(client):
+    whole = client.completions.create(
+        model="tiny", prompt="abc", max_tokens=9, temperature=0, extra_body={"ignore_eos": True}
+    )
+    text, chunks = complete(client, "abc", 9)
+    assert text == whole.choices[0].text and chunks == 9
+
+
+def test_echoed_logprobs_are_those_of_generation(client):
+    options = {"model": "tiny", "max_tokens": 5, "temperature": 0, "logprobs": 1}
+    generated = client.completions.create(
+        prompt=[70, 71, 72], extra_body={"return_tokens_as_token_ids": True}, **options
+    ).choices[0]
+    ids = [int(name.removeprefix("token_id:")) for name in generated.logprobs.tokens]
+    scored = client.completions.create(prompt=[70, 71, 72, *ids], echo=True, **options)
+    echoed = scored.choices[0].logprobs.token_logprobs[3 : 3 + len(ids)]
+    assert echoed == generated.logprobs.token_logprobs
+
+
+def test_chats_answer_and_stream(client):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    message = whole.choices[0].message
+    assert message.role == "assistant"
+    assert message.reasoning_content == message.reasoning
+    assert whole.usage.completion_tokens_details.reasoning_tokens <= 12
+    stream = client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[-1].usage == whole.usage
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert reasoning == message.reasoning_content
+
+
+def test_a_chat_may_offer_tools(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hi"}], tools=[tool], max_tokens=3
+    )
+    assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+
+def test_errors_are_the_clients_own(client):
+    with pytest.raises(openai.NotFoundError, match="The model `other` does not exist"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature is 3.0"):
+        client.completions.create(model="tiny", prompt="x", temperature=3)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
+        client.completions.create(model="tiny", prompt=[5] * 2000)
+
+
+def test_32_streams_at_once_equal_their_solo_runs(client, url):
+    jobs = [("word " * (1 + number % 7) + str(number), 3 + number % 11) for number in range(32)]
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda job: complete(client, *job), jobs))
+    assert together == [complete(client, *job) for job in jobs]
+    wait_until_idle(url)
+
+
+def test_clients_that_hang_up_free_their_slots(client, url):
+    def start(number):
+        body = {"prompt": "x" * (number + 1), "max_tokens": 1000, "ignore_eos": True}
+        if number % 2:
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/completions", json=body, timeout=2)
+            return
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as answer:
+            next(answer.iter_lines())
+
+    with concurrent.futures.ThreadPoolExecutor(2 * SLOTS) as pool:
+        list(pool.map(start, range(2 * SLOTS)))
+    wait_until_idle(url)
+    assert complete(client, "x", 3)[1] == 3
+
+
+def test_a_second_server_on_the_port_is_refused(url, process):
+    port = url.rpartition(":")[2]
+    command = [sys.executable, "-m", "serving.main", "--port", port]
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert second.returncode == 3
+    assert second.stderr == (
+        f"serving.main: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+def test_a_signal_answers_what_is_open_and_ends_with_status_0(url, process):
+    body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        while not running(url):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert answer.result().json()["usage"]["completion_tokens"] == 60
+    assert process.wait(timeout=60) == 0
+    process.errors.seek(0)
+    assert "Traceback" not in process.errors.read()
