@@ -8,7 +8,9 @@ import dataclasses
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dsv41_jax.batch import ROW_TILE
 from dsv41_jax.rowwise import map_rows
 
 NUM_ALTERNATIVES = 20  # N: likeliest tokens returned for every row
@@ -144,3 +146,23 @@ def _least_kept(scaled: jax.Array, rows: SamplingBatch) -> jax.Array:
     before = jnp.cumsum(probabilities, axis=1) - probabilities
     in_nucleus = (before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]
     return jnp.min(jnp.where((falling >= kth) & in_nucleus, falling, jnp.inf), axis=1)
+
+
+def single_request(temperature: float, seed: int, step: int) -> SamplingBatch:
+    """Plain temperature sampling of one request in the first row of a tile."""
+
+    def first(value: float, padding: float, dtype: type) -> np.ndarray:
+        column = np.full(ROW_TILE, padding, dtype)
+        column[0] = value
+        return column
+
+    return SamplingBatch(
+        temperature=first(temperature, 0, np.float32),
+        top_p=first(1, 1, np.float32),
+        top_k=np.zeros(ROW_TILE, np.int32),
+        min_p=np.zeros(ROW_TILE, np.float32),
+        seed=first(seed % 2**32, 0, np.uint32),
+        step=first(step, 0, np.int32),
+        target=np.full(ROW_TILE, -1, np.int32),
+        banned=np.full((ROW_TILE, MAX_BANNED), -1, np.int32),
+    )
