@@ -96,7 +96,8 @@ def _write(directory: pathlib.Path) -> None:
     )
 
 
-def _cache_dir() -> pathlib.Path:
+def cache_directory() -> pathlib.Path:
+    """Where the project keeps what it can make again."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (pathlib.Path(home) if home else pathlib.Path.home() / ".cache") / "dsv41-jax"
 
@@ -112,7 +113,7 @@ def default_model(cache_dir: str | pathlib.Path | None = None) -> pathlib.Path:
     Raises:
       OSError: the cache directory cannot be written.
     """
-    cache = _cache_dir() if cache_dir is None else pathlib.Path(cache_dir)
+    cache = cache_directory() if cache_dir is None else pathlib.Path(cache_dir)
     target = cache / f"tiny-random-{VERSION}"
     if target.is_dir():
         return target

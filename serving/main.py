@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import uvicorn
 
 from serving.api.app import create_app
@@ -15,6 +16,7 @@ from serving.api.context import ApiOptions, Context
 from serving.api.metrics import Metrics
 from serving.async_engine import AsyncEngine
 from serving.config import Options, ServerOptions, parse_options
+from serving.default_model import cache_directory
 from serving.startup import Serving, StartupError, start
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -135,6 +137,9 @@ def serve(options: Options, listener: socket.socket) -> None:
     Raises:
       StartupError: it cannot be served.
     """
+    if jax.config.jax_compilation_cache_dir is None:
+        # The second start compiles nothing; a program's bits are the same from the cache.
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
     serving = start(options.model, options.engine, say)
     context = make_context(serving, options.server)
     host, port = listener.getsockname()[:2]

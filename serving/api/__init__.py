@@ -1,0 +1,1 @@
+"""The HTTP surface: routes, their bodies and answers."""

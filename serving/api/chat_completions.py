@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from serving.api.context import Context
 from serving.api.errors import JsonResponse, bad_request
-from serving.api.generation import context_of, engine_requests, run_request, timer_of
+from serving.api.generation import context_of, engine_requests, off_loop, run_request, timer_of
 from serving.api.logprobs import chat_logprobs, prompt_logprobs
 from serving.api.middleware import request_id_of
 from serving.api.protocol import ChatBody, ChatFields, json_body, read_body
@@ -315,7 +315,8 @@ async def create_chat_completion(http: HttpRequest) -> Response:
     body = await read_body(http, ChatBody, limit=context.options.max_body_bytes)
     model = context.check_model(body.model)
     options = read_options(body, vocab_size=context.options.vocab_size)
-    prompt = encode_chat(context.tokenizer, body.model_dump(include=set(ChatFields.model_fields)))
+    fields = body.model_dump(include=set(ChatFields.model_fields))
+    prompt = await off_loop(http, lambda: encode_chat(context.tokenizer, fields))
     _check_enforced(body)
     chat = _Chat(
         context,

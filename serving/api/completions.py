@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from serving.api.context import Context
 from serving.api.errors import JsonResponse, bad_request
-from serving.api.generation import context_of, engine_requests, run_request, timer_of
+from serving.api.generation import context_of, engine_requests, off_loop, run_request, timer_of
 from serving.api.logprobs import completion_logprobs, prompt_logprobs
 from serving.api.middleware import request_id_of
 from serving.api.protocol import CompletionBody, json_body, read_body
@@ -58,9 +58,9 @@ def _read_prompts(context: Context, body: CompletionBody) -> list[_Prompt]:
         several = prompt  # type: ignore[assignment]
     if not several:
         raise bad_request("prompt is empty; it must hold at least one token", "prompt")
-    if len(several) > context.options.max_prompts:
+    if len(several) > context.options.max_choices:
         raise bad_request(
-            f"prompt holds {len(several)} prompts; at most {context.options.max_prompts} are taken",
+            f"prompt holds {len(several)} prompts; at most {context.options.max_choices} are taken",
             "prompt",
         )
     prompts = []
@@ -213,7 +213,7 @@ async def create_completion(http: HttpRequest) -> Response:
     model = context.check_model(body.model)
     options = read_options(body, vocab_size=context.options.vocab_size)
     _check_response_format(body)
-    prompts = _read_prompts(context, body)
+    prompts = await off_loop(http, lambda: _read_prompts(context, body))
     request_id = request_id_of(http)
     requests = engine_requests(
         context,

@@ -44,7 +44,7 @@ class ApiOptions:
       vocab_size: token ids are below this.
       api_key: what /v1 routes ask for; None lets everybody in.
       max_body_bytes: larger bodies are refused.
-      max_prompts: more prompts in one request are refused.
+      max_choices: more prompts, or choices, in one request are refused.
     """
 
     model_names: tuple[str, ...]
@@ -53,7 +53,7 @@ class ApiOptions:
     vocab_size: int
     api_key: str | None = None
     max_body_bytes: int = 32 * 2**20
-    max_prompts: int = 1024
+    max_choices: int = 1024
 
 
 class OpenRequests:

@@ -1,18 +1,23 @@
 """What completions and chats share: engine requests made, checked, run and timed."""
 
+import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
 from serving.api.context import Context
-from serving.api.errors import ApiError, internal_error
+from serving.api.errors import ApiError, bad_request, internal_error
 from serving.api.metrics import RequestTimer
 from serving.api.sampling import Options
 from serving.request import Request, RequestOutput, SamplingParams
 
+Item = TypeVar("Item")
+_LONG_BODY = 16384  # bytes; encoding takes about a millisecond
 log = logging.getLogger("serving.api")
 
 
@@ -27,16 +32,24 @@ def engine_requests(
     """One engine request per choice; choice i of prompt p is number p * n + i.
 
     Raises:
-      ApiError: 400, if a prompt leaves no room.
+      ApiError: 400, if there are too many choices or a prompt leaves no room.
       RequestError: the engine can never serve it.
     """
     requests = []
+    total = len(prompts) * options.n
+    if total > context.options.max_choices:
+        raise bad_request(
+            f"{len(prompts)} prompts with n {options.n} make {total} choices; at most "
+            f"{context.options.max_choices} are made at once",
+            "n",
+        )
+    unique = uuid.uuid4().hex[:8]  # clients may give two requests one id
     for number, prompt in enumerate(prompts):
         max_tokens = context.max_tokens(len(prompt), options.max_tokens, default_max_tokens)
         for choice in range(options.n):
             sampling: SamplingParams = options.sampling_for(choice=choice, max_tokens=max_tokens)
             request = Request(
-                request_id=f"{request_id}-{number * options.n + choice}",
+                request_id=f"{request_id}-{unique}-{number * options.n + choice}",
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 arrival_time=time.monotonic(),
@@ -78,3 +91,10 @@ async def run_request(
 def context_of(http: HttpRequest) -> Context:
     """The server's context."""
     return http.app.state.context
+
+
+async def off_loop(http: HttpRequest, work: Callable[[], Item]) -> Item:
+    """Encode a prompt; on a thread if the body is long enough to hold others up."""
+    if int(http.headers.get("content-length", _LONG_BODY)) < _LONG_BODY:
+        return work()
+    return await asyncio.to_thread(work)

@@ -1,8 +1,12 @@
 """Around every route: request ids, the API key, and no traceback to a client."""
 
 import hmac
+import logging
+import time
 import uuid
 
+import orjson
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -11,6 +15,8 @@ from serving.api.streaming import ClientGoneError, as_api_error
 
 _GUARDED = ("/v1", "/v2", "/inference")
 _MAX_ID = 128
+_NOT_LOGGED = ("/health", "/ping", "/metrics", "/load")
+access_log = logging.getLogger("serving.access")
 
 
 def request_id_of(http: HttpRequest) -> str:
@@ -30,7 +36,7 @@ def _given_id(scope: Scope) -> str | None:
 
 
 class RequestIds:
-    """Takes X-Request-Id from the request, or makes one, and always returns it."""
+    """Takes X-Request-Id from the request, or makes one; returns it and logs one line with it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,13 +49,29 @@ class RequestIds:
         request_id = _given_id(scope) or uuid.uuid4().hex
         scope["request_id"] = request_id
 
+        status: int | None = None
+
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 headers = [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]
                 message = {**message, "headers": headers}
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        began = time.monotonic()
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if scope["path"] not in _NOT_LOGGED:
+                entry = {
+                    "request_id": request_id,
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "seconds": round(time.monotonic() - began, 4),
+                }
+                access_log.info(orjson.dumps(entry).decode())
 
 
 class ApiKey:
@@ -91,7 +113,7 @@ class CatchErrors:
 
         try:
             await self._app(scope, receive, watch)
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect):
             return
         except Exception as error:
             if scope["type"] != "http" or started:

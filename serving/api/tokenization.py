@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 
 from serving.api.errors import JsonResponse, bad_request
-from serving.api.generation import context_of
+from serving.api.generation import context_of, off_loop
 from serving.api.protocol import ChatFields, DetokenizeBody, TokenizeBody, json_body, read_body
 from serving.chat import encode_chat
 
@@ -20,10 +20,12 @@ async def tokenize(http: HttpRequest) -> JsonResponse:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if body.prompt is not None:
-        tokens = context.tokenizer.encode(body.prompt)
+        text = body.prompt
+        tokens = await off_loop(http, lambda: context.tokenizer.encode(text))
     else:
         fields = body.model_dump(include=set(ChatFields.model_fields))
-        tokens = list(encode_chat(context.tokenizer, fields).token_ids)
+        prompt = await off_loop(http, lambda: encode_chat(context.tokenizer, fields))
+        tokens = list(prompt.token_ids)
     strings = [context.tokenizer.token_text(token) for token in tokens]
     return JsonResponse(
         {

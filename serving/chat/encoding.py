@@ -10,6 +10,7 @@ import deepseek_recipe as recipe
 from serving.chat.messages import (
     IMAGE_TOKEN,
     ChatError,
+    check_nesting,
     read_messages,
     read_tool_choice,
     read_tools,
@@ -237,6 +238,7 @@ def encode_chat(
     Raises:
       ChatError: naming the field and what is wrong, or the token the tokenizer lacks.
     """
+    check_nesting(request)
     missing = tokenizer.missing(template_tokens())
     if missing is not None:
         raise ChatError(

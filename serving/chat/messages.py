@@ -13,6 +13,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _IMAGE_PARTS = ("image_url", "input_image", "image")
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
+_MAX_NESTING = 100  # the recipe takes 128, and wraps a schema in a few of its own
 _MODEL = "DeepSeek-V4.1-Flash"
 
 
@@ -30,6 +31,25 @@ class _Content:
 
     pieces: tuple[str | None, ...]  # None stands for an image
     images: tuple[str, ...]
+
+
+def check_nesting(request: Mapping[str, Any]) -> None:
+    """Refuse fields nested deeper than the recipe takes.
+
+    Raises:
+      ChatError: naming the field.
+    """
+    for name, value in request.items():
+        layer = [value]
+        for _ in range(_MAX_NESTING):
+            layer = [
+                child
+                for node in layer
+                if isinstance(node, (dict, list))
+                for child in (node.values() if isinstance(node, dict) else node)
+            ]
+        if layer:
+            raise ChatError(f"{name} is nested deeper than {_MAX_NESTING} levels", param=str(name))
 
 
 def _refuse(where: str, what: str) -> ChatError:

@@ -1,3 +1,5 @@
+import json
+
 import fake_engine
 import pytest
 from fake_engine import FakeEngine, client_of, says
@@ -142,3 +144,27 @@ def test_the_openapi_document_describes_the_bodies(client):
     schema = body["content"]["application/json"]["schema"]
     assert "prompt" in schema["properties"]
     assert "$ref" not in str(schema)
+
+
+def test_two_requests_may_have_one_id(client, engine):
+    for _ in range(2):
+        client.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "abc"})
+    first, second = engine.requests
+    assert first.request_id != second.request_id
+
+
+def test_each_request_is_logged_as_one_line_without_its_prompt(client, caplog):
+    with caplog.at_level("INFO", logger="serving.access"):
+        client.post("/v1/completions", json={"prompt": "SECRET"}, headers={"X-Request-Id": "abc"})
+        client.get("/health")
+    [record] = caplog.records
+    entry = json.loads(record.message)
+    assert entry["request_id"] == "abc" and entry["status"] == 200
+    assert (entry["method"], entry["path"]) == ("POST", "/v1/completions")
+    assert "SECRET" not in record.message
+
+
+def test_long_prompts_are_encoded_like_short_ones(client, tokenizer):
+    text = "word " * 5000
+    body = client.post("/tokenize", json={"prompt": text}).json()
+    assert body["tokens"] == tokenizer.encode(text)

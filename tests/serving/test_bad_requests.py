@@ -275,5 +275,28 @@ def test_bad_detokenize_bodies_are_400(client, body, message):
     check(client.post("/detokenize", json=body), 400, "tokens", message)
 
 
+def nested(levels):
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("levels", [100, 500, 1500])
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_deep_nesting_is_a_400(client, levels, strict):
+    function = f'{{"name":"f","strict":{strict},"parameters":{nested(levels)}}}'
+    tools = f'[{{"type":"function","function":{function}}}]'
+    body = f'{{"messages":[{{"role":"user","content":"x"}}],"tools":{tools}}}'
+    response = client.post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "tools is nested deeper than 100" in message or "not valid JSON" in message
+
+
+def test_too_many_choices_are_a_400(client):
+    response = client.post("/v1/completions", json={"prompt": ["a"] * 100, "n": 11})
+    check(response, 400, "n", "100 prompts with n 11 make 1100 choices; at most 1024")
+
+
 def test_nothing_bad_ever_reached_the_engine(client):
     assert client.context.engine.requests == []
