@@ -29,3 +29,10 @@ def table_rows(table: jax.Array, requests: jax.Array) -> jax.Array:
     """int32[T, C] block-table rows of int32[T] requests; -1 throughout in padding."""
     rows = table[jnp.maximum(requests, 0)]
     return jnp.where((requests >= 0)[:, None], rows, -1)
+
+
+def window_positions(positions: jax.Array, window: int) -> jax.Array:
+    """int32[T, window]: what each of int32[T] positions sees, ascending, unused slots -1 last."""
+    seen = jnp.minimum(positions + 1, window)[:, None]
+    steps = jnp.arange(window, dtype=jnp.int32)[None]
+    return jnp.where(steps < seen, positions[:, None] + 1 - seen + steps, -1)

@@ -24,7 +24,7 @@ from dsv41_jax.quantization.rows import (
     unpack_kv,
     unpack_window,
 )
-from dsv41_jax.slots import slot, table_rows
+from dsv41_jax.slots import slot, table_rows, window_positions
 from pallas_kernels import hyper_connections
 
 
@@ -270,9 +270,7 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Keys float32[T, K, d] and bool[T, K]: window slots ascending, then compressed ones."""
         window, page = self.config.sliding_window, page_size(self.config)
-        seen = jnp.minimum(positions + 1, window)[:, None]
-        steps = jnp.arange(window, dtype=jnp.int32)[None]
-        visible = jnp.where(steps < seen, positions[:, None] + 1 - seen + steps, -1)
+        visible = window_positions(positions, window)
         table = table_rows(pages.window_table, requests)
         where = slot(table, visible, page)
         keys, valid = unpack_window(gather(pages.window, where)), where >= 0

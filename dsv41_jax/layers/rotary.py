@@ -49,11 +49,22 @@ def rotate(
     """
     angles = positions.astype(jnp.float32)[:, None] * freqs[None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if inverse:
-        sin = -sin
+    return turn(x, cos, -sin if inverse else sin)
+
+
+def turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the last r channels of each head as r / 2 interleaved pairs.
+
+    Args:
+      x: bf16[T, D] or bf16[T, H, D].
+      cos, sin: float32[T, r / 2].
+
+    Returns:
+      Like `x`, rounded once.
+    """
+    rope_dim = 2 * cos.shape[-1]
     if x.ndim == 3:
         cos, sin = cos[:, None], sin[:, None]
-    rope_dim = 2 * len(freqs)
     kept, tail = x[..., :-rope_dim], x[..., -rope_dim:]
     pairs = tail.astype(jnp.float32).reshape(*tail.shape[:-1], -1, 2)
     real, imag = pairs[..., 0], pairs[..., 1]
