@@ -77,6 +77,7 @@ def _say_what_is_left_alone(path: Path, config: ModelConfig, say: Say) -> None:
 def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
     config = load_config(path)
     tokenizer = Tokenizer.open(path)
+    _say_what_is_left_alone(path, config, say)
     max_model_len = options.max_model_len or min(config.max_position_embeddings, DEFAULT_CONTEXT)
     limits = engine_limits(
         config,
@@ -86,7 +87,6 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
     )
     unit = cache_bytes(config, range(config.num_hidden_layers), limits.page_size)
     sizes = plan_cache(limits, unit, options.kv_cache_memory_bytes)
-    _say_what_is_left_alone(path, config, say)
     params = load_params(path, config)
     engram = None
     if config.engram is not None:

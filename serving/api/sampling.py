@@ -1,4 +1,10 @@
-"""Sampling options of a request: checked, and turned into the engine's."""
+"""Sampling options of a request: checked, and turned into the engine's.
+
+Where servers differ: max_tokens beyond the room left is limited to it; temperature is at most 2;
+n above 1 needs a temperature above 0; logprobs are at most 20 and never the whole vocabulary;
+max_completion_tokens wins over max_tokens; choice i of a prompt has the request's seed plus i.
+An option that is known and not honoured is refused unless it is given its neutral value.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping

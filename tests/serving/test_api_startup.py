@@ -113,3 +113,11 @@ def test_too_little_cache_memory_is_refused(capsys, model):
 def test_an_unknown_host_is_refused(capsys):
     line = refuse(capsys, "--host", "no.such.host.invalid")
     assert "cannot listen on no.such.host.invalid:0" in line
+
+
+def test_draft_and_vision_tensors_are_said_to_be_left_alone(capsys, model):
+    arguments = ["--port", "0", "--model", str(model), "--kv-cache-memory-bytes", "1000"]
+    assert main(arguments) == 3
+    out = capsys.readouterr().out
+    assert "115 draft tensors (0.5 MB), which are left alone" in out
+    assert "26 vision tensors (0.2 MB), which are left alone" in out
