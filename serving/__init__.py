@@ -1,0 +1,1 @@
+"""The server: scheduling, the engine around compiled steps, and HTTP."""

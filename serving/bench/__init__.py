@@ -1,0 +1,1 @@
+"""Benchmarks: scripts with fixed seeds that print their setup and a ratio."""
