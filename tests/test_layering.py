@@ -35,6 +35,7 @@ FLOORS = {
     "checkpoint": 5,
     "engram_table": 5,
     "host_batch": 5,
+    "forward": 5,
     "generate": 5,
     "verify": 5,
     "verification": 5,
