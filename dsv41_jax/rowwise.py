@@ -29,6 +29,8 @@ def map_rows(fn: Callable[[Any], Any], rows: Any, count: jax.Array) -> Any:
     if total % ROW_TILE:
         raise ValueError(f"{total} rows do not divide into tiles of {ROW_TILE}; pad the batch")
 
+    fn = jax.jit(fn)  # traced once, for its shapes and for the loop
+
     def tile(index: jax.Array) -> Any:
         return jax.tree.map(
             lambda a: jax.lax.dynamic_slice_in_dim(a, index * ROW_TILE, ROW_TILE), rows
