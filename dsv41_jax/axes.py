@@ -3,6 +3,7 @@
 import dataclasses
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
+EXPERT_AXES = (EXPERT, TENSOR)  # what whole experts are spread over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,7 +15,8 @@ class Partition:
 
     Attributes:
       tensor: devices that split heads, output groups, vocabulary and intermediate channels.
-      expert: devices that split the routed experts; 1 or the tensor size.
+      expert: devices that split the routed experts, along `EXPERT_AXES`: all of the stage's,
+        or 1 where each holds a slice of every expert.
     """
 
     tensor: int = 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from dsv41_jax.axes import WHOLE, Partition
 from dsv41_jax.batch import ROW_TILE, TokenBatch
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.layer_plan import layer_spec
+from dsv41_jax.layer_plan import SharingError, layer_spec
 from dsv41_jax.layers.block import Block, LayerTrace, Stream
 from dsv41_jax.layers.cached_block import run_block
 from dsv41_jax.layers.embedding import Embedding, Head
@@ -107,7 +107,8 @@ class Stage:
           shared: publications relayed from stages before.
 
         Raises:
-          SharingError: a layer reads something nobody published to this stage.
+          SharingError: a layer reads something nobody published to this stage; names the
+            source, the layer and the stage's range.
         """
         stream = self.embed(params, batch) if self.is_first else stream
         main_hidden, traces = [], []
@@ -115,9 +116,13 @@ class Stage:
             block = self.block(layer)
             if block.spec.draft_target:
                 main_hidden.append(_mean_copies(stream, batch))
-            stream, state, shared, trace = run_block(
-                block, params[f"layers_{layer}"], stream, batch, state, shared
-            )
+            try:
+                stream, state, shared, trace = run_block(
+                    block, params[f"layers_{layer}"], stream, batch, state, shared
+                )
+            except SharingError as error:
+                first, last = self.layers[0], self.layers[-1]
+                raise SharingError(f"stage of layers {first} to {last}: {error}") from None
             traces.append(trace)
         head = self.head(params, stream, batch) if self.is_last else None
         return StageResult(stream, state, shared, head, tuple(main_hidden), tuple(traces))

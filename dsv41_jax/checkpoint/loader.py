@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ PARAMETER_DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype(np.float32),
 }
+
+Placement = Callable[[tuple[str, ...], np.ndarray], jax.Array]
 
 _ALIGNMENT = 64  # JAX on CPU takes over an aligned host buffer and copies any other
 
@@ -171,9 +173,9 @@ class _StageReader:
     host buffers, nothing exists twice.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: Any, progress: tqdm.tqdm) -> None:
+    def __init__(self, checkpoint: Checkpoint, place: Placement, progress: tqdm.tqdm) -> None:
         self._checkpoint = checkpoint
-        self._device = device
+        self._place = place
         self._progress = progress
 
     def _position(self, name: str) -> tuple[str, int]:
@@ -198,7 +200,7 @@ class _StageReader:
             missing[group.keys] -= 1
             if not missing[group.keys]:
                 whole = buffers.pop(group.keys).view(group.dtype)
-                arrays[group.keys] = jax.device_put(whole, self._device).block_until_ready()
+                arrays[group.keys] = self._place(group.keys, whole).block_until_ready()
         return arrays
 
 
@@ -207,10 +209,10 @@ def load_params(
     config: ModelConfig,
     *,
     layers: range | None = None,
-    device: jax.Device | jax.sharding.Sharding | None = None,
+    place: Placement = lambda keys, value: jax.device_put(value),
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Loads the text model's parameters, as stored, to a device.
+    """Loads the text model's parameters, as stored, to devices.
 
     Engram tables, the draft and the vision part stay in the files.
 
@@ -218,7 +220,8 @@ def load_params(
       path: checkpoint directory.
       config: its configuration.
       layers: consecutive backbone layers of one stage, all if None.
-      device: where the arrays go; the default device if None.
+      place: puts a leaf, given its path and its values, on its devices; whole on the default
+        device unless told otherwise.
       progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -241,7 +244,7 @@ def load_params(
         unit_scale=True,
         disable=not progress,
     ) as bar:
-        reader = _StageReader(checkpoint, device, bar)
+        reader = _StageReader(checkpoint, place, bar)
         for unit in units.values():
             arrays |= reader.read(unit)
     return _tree((group.keys, arrays[group.keys]) for group in groups)

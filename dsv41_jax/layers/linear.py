@@ -64,11 +64,14 @@ class QuantizedLinear(nn.Module):
     devices: int = 1
 
     @nn.compact
+    def product(self, x: jax.Array) -> jax.Array:
+        """float32[T, features] of bf16[T, K]: this device's share, not rounded."""
+        weight, scale = fp8_params(self, self.features, x.shape[-1], self.axes)
+        return scaled_matmul.scaled_matmul(x, weight, scale)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """bf16[T, features] of bf16[T, K]."""
-        weight, scale = fp8_params(self, self.features, x.shape[-1], self.axes)
-        y = scaled_matmul.scaled_matmul(x, weight, scale)
-        return sum_devices(y, self.devices).astype(jnp.bfloat16)
+        return sum_devices(self.product(x), self.devices).astype(jnp.bfloat16)
 
 
 def fp8_params(

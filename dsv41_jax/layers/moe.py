@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dsv41_jax.axes import EXPERT, TENSOR, Partition
+from dsv41_jax.axes import EXPERT_AXES, TENSOR, Partition
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layers.linear import QuantizedLinear, matmul, sum_devices
 from pallas_kernels import grouped_matmul, numerics
@@ -58,7 +58,7 @@ class PackedExperts(nn.Module):
     experts: int
     features: int
     inputs: int
-    axes: tuple[str | None, str | None, str | None]
+    axes: tuple[str | tuple[str, ...] | None, ...]
 
     @nn.compact
     def __call__(self) -> tuple[jax.Array, jax.Array]:
@@ -83,14 +83,14 @@ class Experts(nn.Module):
         split = 1 if by_expert else partition.tensor
         count = -(-config.n_routed_experts // partition.expert)
         inner = config.moe_intermediate_size // split
-        first = EXPERT if by_expert else None
+        first = EXPERT_AXES if by_expert else None
         across = None if by_expert else TENSOR
         hidden = config.hidden_size
         w1 = PackedExperts(count, inner, hidden, (first, across, None), name="w1")()
         w2 = PackedExperts(count, hidden, inner, (first, None, across), name="w2")()
         w3 = PackedExperts(count, inner, hidden, (first, across, None), name="w3")()
         if by_expert:
-            experts = experts - jax.lax.axis_index(EXPERT) * count
+            experts = experts - jax.lax.axis_index(EXPERT_AXES) * count
         return grouped_matmul.expert_mlp(
             x, experts, weights, w1, w2, w3, limit=config.swiglu_limit, partial=split > 1
         )
@@ -104,14 +104,16 @@ class SharedExpert(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """bf16[T, D] of bf16[T, D]."""
+        """float32[T, D] of bf16[T, D]: rounded to bf16 where one device holds all channels,
+        else this device's share.
+        """
         config, tensor = self.config, self.partition.tensor
         inner = config.n_shared_experts * config.moe_intermediate_size // tensor
         gate = QuantizedLinear(inner, (TENSOR, None), name="w1")(x).astype(jnp.float32)
         up = QuantizedLinear(inner, (TENSOR, None), name="w3")(x).astype(jnp.float32)
         hidden = grouped_matmul.swiglu(gate, up, config.swiglu_limit).astype(jnp.bfloat16)
-        down = QuantizedLinear(config.hidden_size, (None, TENSOR), tensor, name="w2")
-        return down(hidden)
+        down = QuantizedLinear(config.hidden_size, (None, TENSOR), name="w2").product(hidden)
+        return down if tensor > 1 else down.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 class MoE(nn.Module):
@@ -128,6 +130,6 @@ class MoE(nn.Module):
     def __call__(self, x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """bf16[T, D] of bf16[T, D], with the experts and weights that were chosen."""
         experts, weights = self.gate(x, is_image)
-        routed = sum_devices(self.experts(x, experts, weights), self.partition.tensor)
-        shared = self.shared_experts(x).astype(jnp.float32)
-        return (routed + shared).astype(jnp.bfloat16), experts, weights
+        share = self.experts(x, experts, weights) + self.shared_experts(x)
+        total = sum_devices(share, self.partition.tensor)
+        return total.astype(jnp.bfloat16), experts, weights
