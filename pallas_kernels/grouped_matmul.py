@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats
+from pallas_kernels import formats, numerics
 from pallas_kernels.scaled_matmul import quantized, scaled_matmul_reference
 
 
@@ -75,18 +75,14 @@ def expert_mlp_reference(
         weight = jnp.sum(jnp.where(chosen, weights, 0.0), axis=-1, keepdims=True)
 
         def add(total: jax.Array) -> jax.Array:
-            gate = _round(matmul(inputs, w1, e))
-            up = _round(matmul(inputs, w3, e))
+            gate = numerics.round_bf16(matmul(inputs, w1, e))
+            up = numerics.round_bf16(matmul(inputs, w3, e))
             hidden = (swiglu(gate, up, limit) * weight).astype(jnp.bfloat16)
             out = matmul(quantized(hidden), w2, e)
-            out = out if partial else _round(out)
+            out = out if partial else numerics.round_bf16(out)
             return total + jnp.where(jnp.any(chosen, axis=-1, keepdims=True), out, 0.0)
 
         return jax.lax.cond(jnp.any(chosen), add, lambda total: total, total)
 
     total = jnp.zeros((x.shape[0], w2[0].shape[1]), jnp.float32)
     return jax.lax.fori_loop(0, w1[0].shape[0], add_expert, total)
-
-
-def _round(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)

@@ -4,6 +4,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import numerics
+
 KEY_CHUNK = 64  # keys scored together; fixed, so that a score does not depend on the context
 
 
@@ -21,9 +23,9 @@ def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array
       float32[T, J], bf16 values: sum over heads of relu(q . k) * weight.
     """
     chex.assert_rank([q, weights, keys], [3, 2, 3])
-    dots = _round(jnp.einsum("thd,tjd->thj", q, keys))
-    terms = _round(jax.nn.relu(dots) * weights.astype(jnp.float32)[..., None])
-    return _round(jnp.sum(terms, axis=1))
+    dots = numerics.round_bf16(jnp.einsum("thd,tjd->thj", q, keys))
+    terms = numerics.round_bf16(jax.nn.relu(dots) * weights.astype(jnp.float32)[..., None])
+    return numerics.round_bf16(jnp.sum(terms, axis=1))
 
 
 def select_candidate_blocks(
@@ -73,8 +75,3 @@ def topk_positions(scores: jax.Array, *, k: int) -> jax.Array:
     ordered = jnp.sort(jnp.where(values > -jnp.inf, chosen, unused), axis=-1)
     ordered = jnp.where(ordered < unused, ordered, -1)
     return jnp.pad(ordered, ((0, 0), (0, k - available)), constant_values=-1)
-
-
-def _round(x: jax.Array) -> jax.Array:
-    """Rounds to bf16; a pair of casts around a product of bf16 values is dropped by XLA:CPU."""
-    return jax.lax.reduce_precision(x, 8, 7)

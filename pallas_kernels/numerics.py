@@ -1,8 +1,9 @@
-"""Divisions that stay divisions.
+"""Divisions that stay divisions, and roundings that stay roundings.
 
 XLA rewrites `a / broadcast(b)` into `a * broadcast(1 / b)` and `1 / sqrt(x)` into an
 approximate reciprocal square root. Either moves the last bit of a float32, and in this model a
-moved bit ends in another FP4 code. A barrier on the divisor keeps the division.
+moved bit ends in another FP4 code. A barrier on the divisor keeps the division. Likewise
+XLA:CPU drops a pair of casts to bf16 and back around a product of bf16 values.
 """
 
 import jax
@@ -28,3 +29,8 @@ def softmax(x: jax.Array, axis: int) -> jax.Array:
     """Softmax of float32 along one axis."""
     weights = jnp.exp(x - jnp.max(x, axis=axis, keepdims=True))
     return divide(weights, jnp.sum(weights, axis=axis, keepdims=True))
+
+
+def round_bf16(x: jax.Array) -> jax.Array:
+    """float32 values rounded to bf16, nearest even."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

@@ -58,7 +58,7 @@ def sparse_attention_reference(
         decay = jnp.exp(peak - new_peak)
         p = jnp.exp(logits - new_peak[..., None])
         total = total * decay + jnp.sum(p, axis=-1)
-        rounded = p.astype(jnp.bfloat16).astype(jnp.float32)
+        rounded = numerics.round_bf16(p)
         acc = acc * decay[..., None] + jnp.einsum("thk,tkd->thd", rounded, keys)
         return (new_peak, total, acc), None
 
