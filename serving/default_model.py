@@ -1,13 +1,20 @@
 """The tiny random model the server runs when it is given none, made once in a cache directory."""
 
-import json
 import os
 import pathlib
 import shutil
 import tempfile
 
 from dsv41_jax.checkpoint.synthetic import make_checkpoint
-from dsv41_jax.checkpoint.tiny_tokenizer import BOS, EOS, IMAGE, PAD, VOCAB_SIZE, tiny_tokenizer
+from dsv41_jax.checkpoint.tiny_tokenizer import (
+    BOS,
+    EOS,
+    IMAGE,
+    PAD,
+    VOCAB_SIZE,
+    tiny_tokenizer,
+    write_tiny_tokenizer,
+)
 from dsv41_jax.config import EngramConfig, ModelConfig, YarnConfig
 from dsv41_jax.engram_hash import token_map_from_tokenizer
 
@@ -79,21 +86,7 @@ def default_config() -> ModelConfig:
 
 def _write(directory: pathlib.Path) -> None:
     make_checkpoint(directory, default_config(), SEED)
-    tiny_tokenizer().save(str(directory / "tokenizer.json"))
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": False,
-        "add_eos_token": False,
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "unk_token": None,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": CONTEXT,
-    }
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps(tokenizer_config, ensure_ascii=False, indent=1), encoding="utf-8"
-    )
+    write_tiny_tokenizer(directory, CONTEXT)
 
 
 def cache_directory() -> pathlib.Path:

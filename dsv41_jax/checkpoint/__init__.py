@@ -1,6 +1,6 @@
 """Checkpoints in the released layout: reading, checking, loading, making random ones."""
 
-from dsv41_jax.checkpoint.errors import CheckpointError
+from dsv41_jax.checkpoint.errors import CheckpointError, NoCheckpointError
 from dsv41_jax.checkpoint.key_map import (
     ParameterPath,
     TensorSpec,
@@ -22,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ComponentSize",
+    "NoCheckpointError",
     "ParameterPath",
     "StoredTensor",
     "TensorSpec",

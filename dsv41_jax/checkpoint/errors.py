@@ -21,3 +21,7 @@ class CheckpointError(ValueError):
             more = f"; and {rest} more" if rest > 0 else ""
             message = f"{where}: {len(faults)} faults: {'; '.join(faults[:_SHOWN])}{more}"
         super().__init__(message)
+
+
+class NoCheckpointError(CheckpointError):
+    """A path that is no checkpoint directory at all."""

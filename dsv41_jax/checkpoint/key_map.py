@@ -5,16 +5,18 @@ Letters as in the configuration: D hidden, H heads, d head dim, E routed experts
 
 import dataclasses
 import functools
+import math
 import re
 import types
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
-from dsv41_jax.checkpoint.reader import StoredTensor
+from dsv41_jax.checkpoint.reader import DTYPES, StoredTensor
 from dsv41_jax.config import DraftConfig, EngramConfig, ModelConfig, VisionConfig
 from dsv41_jax.layer_plan import LayerSpec, layer_plan
 
 Component = Literal["experts", "dense", "engram", "embedding", "other", "draft", "vision"]
+COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 BLOCK = 32  # elements that share a scale, along each axis of a dense weight
 
@@ -34,6 +36,11 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
     component: Component
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its data."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def in_params(self) -> bool:
@@ -203,7 +210,19 @@ def _describe(tensor: TensorSpec | StoredTensor) -> str:
 def layout_faults(
     expected: Mapping[str, TensorSpec], found: Mapping[str, StoredTensor]
 ) -> list[str]:
-    """One sentence for each tensor that is missing, unexpected, misshapen or wrongly typed."""
+    """One sentence for each tensor that is missing, unexpected, misshapen or wrongly typed.
+
+    Names that have hardly anything in common are one fault: the files are another model's.
+    """
+    common = sum(name in found for name in expected)
+    if found and 2 * common < min(len(expected), len(found)):
+        missing = next(name for name in expected if name not in found)
+        other = next(name for name in found if name not in expected)
+        return [
+            f"it holds another model: only {common} of its {len(found)} tensors are among the "
+            f"{len(expected)} that config.json describes ({other} is unexpected, {missing} is "
+            "missing)"
+        ]
     faults = []
     for name, spec in expected.items():
         tensor = found.get(name)

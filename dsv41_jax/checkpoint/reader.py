@@ -17,7 +17,7 @@ from typing import Any, Self
 import ml_dtypes
 import numpy as np
 
-from dsv41_jax.checkpoint.errors import CheckpointError
+from dsv41_jax.checkpoint.errors import CheckpointError, NoCheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -45,7 +45,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 _MAX_HEADER = 100_000_000  # the format's own limit
-_SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
+_SHARD_NAME = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,6 +231,67 @@ def _shard_names(directory: pathlib.Path) -> tuple[dict[str, str] | None, list[s
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scan:
+    """What the headers of a checkpoint directory say.
+
+    Attributes:
+      tensors: of all shards that are without a fault, by name.
+      shards: how many shards there should be.
+      faults: one sentence each.
+      unread: tensors that the index places in shards with a fault.
+    """
+
+    tensors: dict[str, StoredTensor]
+    shards: int
+    faults: tuple[str, ...]
+    unread: frozenset[str]
+
+
+def scan(path: str | pathlib.Path) -> Scan:
+    """Reads the index and the headers of a checkpoint directory, without the data.
+
+    Raises:
+      NoCheckpointError: the path is no checkpoint directory, or its index cannot be read.
+    """
+    directory = pathlib.Path(path)
+    try:
+        weight_map, names = _shard_names(directory)
+    except ValueError as error:
+        raise NoCheckpointError(str(directory), [str(error)]) from None
+    shards: dict[str, dict[str, StoredTensor]] = {}
+    faults = []
+    for shard in names:
+        if not (directory / shard).is_file():
+            faults.append(f"{INDEX_NAME} names {shard}, which is missing")
+            continue
+        tensors, found = read_header(directory / shard)
+        faults += found
+        if not found:
+            shards[shard] = tensors
+    unread: frozenset[str] = frozenset()
+    if weight_map is not None:
+        faults += _index_faults(weight_map, shards) + _revision_faults(directory, names)
+        unread = frozenset(name for name, shard in weight_map.items() if shard not in shards)
+    merged = {name: t for tensors in shards.values() for name, t in tensors.items()}
+    return Scan(tensors=merged, shards=len(names), faults=tuple(faults), unread=unread)
+
+
+def _revision_faults(directory: pathlib.Path, names: list[str]) -> list[str]:
+    """Signs that files of two revisions lie in one directory."""
+    known = set(names)
+    faults = [
+        f"{file.name} is not named by {INDEX_NAME}; it belongs to another revision"
+        for file in sorted(directory.iterdir())
+        if _SHARD_NAME.fullmatch(file.name) and file.name not in known
+    ]
+    totals = {match[1]: name for name in names if (match := _SHARD_NAME.fullmatch(name))}
+    if len(totals) > 1:
+        first, second, *_ = totals.values()
+        faults.append(f"{INDEX_NAME} names {first} and {second}: shards of two revisions are mixed")
+    return faults
+
+
 class Checkpoint:
     """The tensors of a checkpoint directory, memory-mapped on first use.
 
@@ -249,35 +310,13 @@ class Checkpoint:
         """Reads the index and all headers, without the data.
 
         Raises:
+          NoCheckpointError: the path is no checkpoint directory.
           CheckpointError: lists every fault of the index, the headers and the byte ranges.
         """
-        directory = pathlib.Path(path)
-        try:
-            weight_map, names = _shard_names(directory)
-        except ValueError as error:
-            raise CheckpointError(str(directory), [str(error)]) from None
-        shards: dict[str, dict[str, StoredTensor]] = {}
-        faults = []
-        for shard in names:
-            if not (directory / shard).is_file():
-                faults.append(f"{INDEX_NAME} names {shard}, which is missing")
-                continue
-            tensors, found = read_header(directory / shard)
-            faults += found
-            if not found:
-                shards[shard] = tensors
-        if weight_map is not None:
-            faults += _index_faults(weight_map, shards)
-            known = set(names)
-            faults += [
-                f"{file.name} is not named by {INDEX_NAME}; it belongs to another revision"
-                for file in sorted(directory.iterdir())
-                if _SHARD_NAME.fullmatch(file.name) and file.name not in known
-            ]
-        if faults:
-            raise CheckpointError(str(directory), faults)
-        merged = {name: t for tensors in shards.values() for name, t in tensors.items()}
-        return cls(directory, merged)
+        found = scan(path)
+        if found.faults:
+            raise CheckpointError(str(path), found.faults)
+        return cls(pathlib.Path(path), found.tensors)
 
     def _map(self, shard: str) -> mmap.mmap:
         if shard not in self._maps:

@@ -3,18 +3,19 @@
 import functools
 import json
 import math
+import os
 import pathlib
 import re
 import statistics
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import ml_dtypes
 import numpy as np
 
 from dsv41_jax.checkpoint.config_json import config_json
 from dsv41_jax.checkpoint.errors import CheckpointError
-from dsv41_jax.checkpoint.key_map import TensorSpec, expected_tensors
+from dsv41_jax.checkpoint.key_map import Component, TensorSpec, expected_tensors
 from dsv41_jax.checkpoint.reader import DTYPES, INDEX_NAME, SINGLE_NAME
 from dsv41_jax.config import ModelConfig
 
@@ -149,19 +150,20 @@ def random_tensor(name: str, expected: dict[str, TensorSpec], seed: int) -> np.n
 
 
 def write_shard(
-    path: pathlib.Path, specs: dict[str, TensorSpec], arrays: Iterable[np.ndarray]
+    path: pathlib.Path, specs: dict[str, TensorSpec], arrays: Iterable[np.ndarray | None]
 ) -> None:
     """Writes one safetensors file.
 
     Args:
       path: the file.
       specs: the tensors, in the order of their data.
-      arrays: their values in the same order; each is written before the next is asked for.
+      arrays: their values in the same order, each written before the next is asked for; None
+        leaves a hole that reads as zeros and takes no room on the disk.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, spec in specs.items():
-        begin, end = end, end + math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+        begin, end = end, end + spec.nbytes
         header[name] = {
             "dtype": spec.dtype,
             "shape": list(spec.shape),
@@ -171,28 +173,37 @@ def write_shard(
     raw += b" " * (-len(raw) % 8)
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
-        for array in arrays:
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        for spec, array in zip(specs.values(), arrays, strict=True):
+            if array is None:
+                file.seek(spec.nbytes, os.SEEK_CUR)
+            else:
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        file.truncate(8 + len(raw) + end)
 
 
 def _split(expected: dict[str, TensorSpec], shards: int) -> list[dict[str, TensorSpec]]:
     """Consecutive parts of about equal size, each with its widest elements first."""
-    sizes = [math.prod(s.shape) * DTYPES[s.dtype].itemsize for s in expected.values()]
-    share = sum(sizes) / shards
-    parts: list[list[tuple[str, TensorSpec]]] = [[] for _ in range(shards)]
-    done = 0
-    for item, size in zip(expected.items(), sizes, strict=True):
-        parts[min(int(done / share), shards - 1)].append(item)
-        done += size
-    return [
-        dict(sorted(part, key=lambda item: -DTYPES[item[1].dtype].itemsize))
-        for part in parts
-        if part
-    ]
+    left = sum(spec.nbytes for spec in expected.values())
+    parts: list[list[tuple[str, TensorSpec]]] = [[]]
+    size = 0
+    for item in expected.items():
+        # a table may be larger than a share: what is left is shared out anew
+        if parts[-1] and size >= (left + size) / (shards - len(parts) + 1):
+            parts.append([])
+            size = 0
+        parts[-1].append(item)
+        size += item[1].nbytes
+        left -= item[1].nbytes
+    return [dict(sorted(part, key=lambda item: -DTYPES[item[1].dtype].itemsize)) for part in parts]
 
 
 def make_checkpoint(
-    directory: str | pathlib.Path, config: ModelConfig, seed: int = 0, *, shards: int = 3
+    directory: str | pathlib.Path,
+    config: ModelConfig,
+    seed: int = 0,
+    *,
+    shards: int = 3,
+    sparse: Collection[Component] = (),
 ) -> None:
     """Writes `config.json`, the shards and their index; the tokenizer is the caller's.
 
@@ -203,6 +214,7 @@ def make_checkpoint(
       config: the model; its draft and vision parts are written too, if it has them.
       seed: of all values.
       shards: about how many files.
+      sparse: components whose data is left out: it reads as zeros.
 
     Raises:
       CheckpointError: the directory holds a checkpoint already.
@@ -217,12 +229,15 @@ def make_checkpoint(
     expected = dict(expected_tensors(config))
     parts = _split(expected, shards)
     weight_map: dict[str, str] = {}
-    total = 0
     for i, part in enumerate(parts, 1):
         shard = f"model-{i:05d}-of-{len(parts):05d}.safetensors"
-        write_shard(directory / shard, part, (random_tensor(name, expected, seed) for name in part))
+        arrays = (
+            None if spec.component in sparse else random_tensor(name, expected, seed)
+            for name, spec in part.items()
+        )
+        write_shard(directory / shard, part, arrays)
         weight_map |= dict.fromkeys(part, shard)
-        total += sum(math.prod(s.shape) * DTYPES[s.dtype].itemsize for s in part.values())
+    total = sum(spec.nbytes for spec in expected.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
     (directory / "config.json").write_text(

@@ -1,6 +1,7 @@
 """A small byte-level BPE tokenizer with every token of the chat template, defined in code."""
 
 import json
+import pathlib
 from typing import Any
 
 import tokenizers
@@ -133,3 +134,22 @@ def tiny_tokenizer() -> tokenizers.Tokenizer:
         },
     }
     return tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
+
+
+def write_tiny_tokenizer(directory: pathlib.Path, context: int) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json` of a model with `context` tokens."""
+    tiny_tokenizer().save(str(directory / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+    }
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config, ensure_ascii=False, indent=1), encoding="utf-8"
+    )
