@@ -1,6 +1,7 @@
 """Choosing tokens from logits: a row's result depends on that row alone.
 
-Letters: L logit rows, V vocabulary, N alternatives, B banned tokens.
+Letters: L logit rows, V vocabulary, N alternatives, S rows whose logits may change, K tokens that
+one of them changes, W words of a bit per token.
 """
 
 import dataclasses
@@ -14,7 +15,32 @@ from dsv41_jax.batch import ROW_TILE
 from dsv41_jax.rowwise import map_rows
 
 NUM_ALTERNATIVES = 20  # N: likeliest tokens returned for every row
-MAX_BANNED = 16  # B: tokens one row may exclude
+
+
+def mask_words(vocab_size: int) -> int:
+    """W: 32-bit words that hold one bit per token."""
+    return -(-vocab_size // 32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitChanges:
+    """What penalties, biases and constraints do to logits before a token is chosen.
+
+    A changed logit is divided by `divisor` if it is positive and multiplied by it if not, then
+    `bias` is added; in the end tokens that are not allowed are out.
+
+    Attributes:
+      ids: int32[S, K], distinct tokens of a row; -1 is none.
+      divisor: float32[S, K], above 0; 1 is neutral.
+      bias: float32[S, K].
+      allowed: uint32[S, W], bit i of word w for token 32 w + i; at least one token is allowed.
+    """
+
+    ids: jax.Array
+    divisor: jax.Array
+    bias: jax.Array
+    allowed: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +56,9 @@ class SamplingBatch:
       seed: uint32[L], the request's random stream.
       step: int32[L], tokens the request has generated; names the draw within the stream.
       target: int32[L]; -1 samples, otherwise the token whose log-probability is wanted.
-      banned: int32[L, B], tokens that are not sampled; -1 is none.
+      watched: int32[L, N], tokens whose log-probability is wanted besides; -1 is none.
+      change_row: int32[L], row of `changes` that applies; -1 is none.
+      changes: tables of changes, or None where no row has any.
     """
 
     temperature: jax.Array
@@ -40,7 +68,9 @@ class SamplingBatch:
     seed: jax.Array
     step: jax.Array
     target: jax.Array
-    banned: jax.Array
+    watched: jax.Array
+    change_row: jax.Array
+    changes: LogitChanges | None
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +78,7 @@ class SamplingBatch:
 class Sampled:
     """The tokens of the rows and their place in the raw distribution.
 
-    Log-probabilities are natural, of the logits as they come: before bans, temperature and
+    Log-probabilities are natural, of the logits as they come: before changes, temperature and
     truncation. Where V is below N there are V alternatives.
 
     Attributes:
@@ -57,6 +87,7 @@ class Sampled:
       ranks: int32[L], 1 for the likeliest token.
       top_ids: int32[L, N], likeliest first.
       top_logprobs: float32[L, N].
+      watched_logprobs: float32[L, N], of `SamplingBatch.watched`; meaningless where that is -1.
     """
 
     tokens: jax.Array
@@ -64,6 +95,7 @@ class Sampled:
     ranks: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+    watched_logprobs: jax.Array
 
 
 def sample(logits: jax.Array, sampling: SamplingBatch, num_logits: jax.Array) -> Sampled:
@@ -80,14 +112,19 @@ def sample(logits: jax.Array, sampling: SamplingBatch, num_logits: jax.Array) ->
     """
     chex.assert_rank(logits, 2)
     chex.assert_type(logits, jnp.float32)
-    chex.assert_shape(sampling.banned, (logits.shape[0], None))
-    return map_rows(lambda rows: _sample_rows(*rows), (logits, sampling), num_logits)
+    chex.assert_shape(sampling.watched, (logits.shape[0], NUM_ALTERNATIVES))
+    changes = sampling.changes
+    if changes is not None:
+        chex.assert_shape(changes.allowed, (None, mask_words(logits.shape[1])))
+    by_row = dataclasses.replace(sampling, changes=None)
+    return map_rows(lambda rows: _sample_rows(*rows, changes), (logits, by_row), num_logits)
 
 
-def _sample_rows(logits: jax.Array, rows: SamplingBatch) -> Sampled:
+def _sample_rows(logits: jax.Array, rows: SamplingBatch, changes: LogitChanges | None) -> Sampled:
     with jax.named_scope("sampling"):
         logprobs = jax.nn.log_softmax(logits)
-        tokens = jnp.where(rows.target >= 0, rows.target, _choose(logits, rows))
+        changed = logits if changes is None else _change(logits, rows.change_row, changes)
+        tokens = jnp.where(rows.target >= 0, rows.target, _choose(changed, rows))
         chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)
         top_logprobs, top_ids = jax.lax.top_k(logprobs, min(NUM_ALTERNATIVES, logits.shape[1]))
         return Sampled(
@@ -96,22 +133,34 @@ def _sample_rows(logits: jax.Array, rows: SamplingBatch) -> Sampled:
             ranks=1 + jnp.sum(logprobs > chosen, axis=1, dtype=jnp.int32),
             top_ids=top_ids,
             top_logprobs=top_logprobs,
+            watched_logprobs=jnp.take_along_axis(logprobs, jnp.maximum(rows.watched, 0), axis=1),
         )
+
+
+def _change(logits: jax.Array, change_row: jax.Array, changes: LogitChanges) -> jax.Array:
+    """float32[rows, V]: the logits after their changes; only a tile that has some pays."""
+    vocabulary = logits.shape[1]
+
+    def apply() -> jax.Array:
+        row = jax.tree.map(lambda table: table[jnp.maximum(change_row, 0)], changes)
+        old = jnp.take_along_axis(logits, jnp.maximum(row.ids, 0), axis=1)
+        new = jnp.where(old > 0, old / row.divisor, old * row.divisor) + row.bias
+        columns = jnp.where(row.ids >= 0, row.ids, vocabulary)
+        set_columns = jax.vmap(lambda x, at, value: x.at[at].set(value, mode="drop"))
+        tokens = jnp.arange(vocabulary, dtype=jnp.uint32)
+        allowed = (row.allowed[:, tokens // 32] >> (tokens % 32)[None]) & 1
+        changed = jnp.where(allowed == 1, set_columns(logits, columns, new), -jnp.inf)
+        return jnp.where(change_row[:, None] >= 0, changed, logits)
+
+    return jax.lax.cond(jnp.any(change_row >= 0), apply, lambda: logits)
 
 
 def _choose(logits: jax.Array, rows: SamplingBatch) -> jax.Array:
     """int32[rows]: the sampled tokens."""
-    allowed = _ban(logits, rows.banned)
-    greedy = jnp.argmax(allowed, axis=1).astype(jnp.int32)
+    greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
     draws = (rows.temperature > 0) & (rows.target < 0)
-    drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(allowed, rows), lambda: greedy)
+    drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(logits, rows), lambda: greedy)
     return jnp.where(draws, drawn, greedy)
-
-
-def _ban(logits: jax.Array, banned: jax.Array) -> jax.Array:
-    vocabulary = logits.shape[1]
-    columns = jnp.where(banned >= 0, banned, vocabulary)
-    return jax.vmap(lambda row, ids: row.at[ids].set(-jnp.inf, mode="drop"))(logits, columns)
 
 
 def _draw(logits: jax.Array, rows: SamplingBatch) -> jax.Array:
@@ -164,5 +213,7 @@ def single_request(temperature: float, seed: int, step: int) -> SamplingBatch:
         seed=first(seed % 2**32, 0, np.uint32),
         step=first(step, 0, np.int32),
         target=np.full(ROW_TILE, -1, np.int32),
-        banned=np.full((ROW_TILE, MAX_BANNED), -1, np.int32),
+        watched=np.full((ROW_TILE, NUM_ALTERNATIVES), -1, np.int32),
+        change_row=np.full(ROW_TILE, -1, np.int32),
+        changes=None,
     )

@@ -1,11 +1,14 @@
 """From a step's plan to what the runner computes: request rows and how they are sampled."""
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
 from dsv41_jax.host_batch import RequestRows
-from dsv41_jax.sampling import MAX_BANNED, SamplingBatch
+from dsv41_jax.sampling import NUM_ALTERNATIVES, LogitChanges, SamplingBatch
+from serving.limits import EngineLimits
+from serving.logit_rules import empty_changes
 from serving.scheduler import ScheduledRows, StepPlan
 from serving.sequence import Sequence
 
@@ -32,30 +35,46 @@ def sampling_batch(
     plan: StepPlan,
     find: Callable[[int], Sequence],
     *,
-    logit_rows: int,
-    eos_token_id: int,
+    limits: EngineLimits,
+    vocab_size: int,
+    no_changes: LogitChanges,
 ) -> SamplingBatch:
     """How the step's logit rows choose their tokens, as numpy arrays.
 
     Args:
       plan: the step.
       find: the sequence of a number in the plan.
-      logit_rows: L, rows of the result; at least as many as the plan asks for.
-      eos_token_id: banned with a request's stop tokens before its `min_tokens`.
+      limits: of the step.
+      vocab_size: V.
+      no_changes: `empty_changes`, wherever it lies; returned in a step that changes nothing.
     """
-    batch = empty_sampling(logit_rows)
+    batch = _plain_sampling(limits.logit_rows, no_changes)
+    changing: list[tuple[int, Sequence]] = []
     row = 0
     for rows in plan.rows:
         end = row + rows.logits
         batch.target[row:end] = rows.targets
         if rows.samples:
-            _fill(batch, end - 1, find(rows.number), rows, eos_token_id)
+            sequence = find(rows.number)
+            _fill(batch, end - 1, sequence, rows)
+            if sequence.rules is not None:
+                changing.append((end - 1, sequence))
         row = end
-    return batch
+    if not changing:
+        return batch
+    changes = empty_changes(limits, vocab_size)
+    for change_row, (row, sequence) in enumerate(changing):
+        if sequence.rules.write(changes, change_row):
+            batch.change_row[row] = change_row
+    return dataclasses.replace(batch, changes=changes)
 
 
-def empty_sampling(logit_rows: int) -> SamplingBatch:
-    """Padding throughout, as numpy arrays."""
+def empty_sampling(limits: EngineLimits, vocab_size: int) -> SamplingBatch:
+    """Padding throughout, as numpy arrays: what a step's program is compiled for."""
+    return _plain_sampling(limits.logit_rows, empty_changes(limits, vocab_size))
+
+
+def _plain_sampling(logit_rows: int, changes: LogitChanges) -> SamplingBatch:
     return SamplingBatch(
         temperature=np.zeros(logit_rows, np.float32),
         top_p=np.ones(logit_rows, np.float32),
@@ -64,22 +83,20 @@ def empty_sampling(logit_rows: int) -> SamplingBatch:
         seed=np.zeros(logit_rows, np.uint32),
         step=np.zeros(logit_rows, np.int32),
         target=np.full(logit_rows, -1, np.int32),
-        banned=np.full((logit_rows, MAX_BANNED), -1, np.int32),
+        watched=np.full((logit_rows, NUM_ALTERNATIVES), -1, np.int32),
+        change_row=np.full(logit_rows, -1, np.int32),
+        changes=changes,
     )
 
 
-def _fill(
-    batch: SamplingBatch, row: int, sequence: Sequence, rows: ScheduledRows, eos_token_id: int
-) -> None:
+def _fill(batch: SamplingBatch, row: int, sequence: Sequence, rows: ScheduledRows) -> None:
     sampling = sequence.request.sampling
-    generated = rows.start + len(rows.token_ids) - sequence.num_prompt
     if sampling.temperature >= _LEAST_TEMPERATURE:
         batch.temperature[row] = sampling.temperature
     batch.top_p[row] = sampling.top_p
     batch.top_k[row] = sampling.top_k
     batch.min_p[row] = sampling.min_p
     batch.seed[row] = sequence.seed
-    batch.step[row] = generated
-    if generated < sampling.min_tokens:
-        ending = sampling.stop_token_ids + (() if sampling.ignore_eos else (eos_token_id,))
-        batch.banned[row, : len(ending)] = ending
+    batch.step[row] = rows.start + len(rows.token_ids) - sequence.num_prompt
+    if sampling.logprob_token_ids:
+        batch.watched[row, : len(sampling.logprob_token_ids)] = sampling.logprob_token_ids

@@ -14,10 +14,12 @@ class Vocabulary:
     Attributes:
       token_bytes: by token id; empty for ids that the tokenizer does not have.
       special: ids that `skip_special_tokens` leaves out.
+      added: ids of the added vocabulary, which no text is encoded to by its spelling alone.
     """
 
     token_bytes: tuple[bytes, ...]
     special: frozenset[int]
+    added: frozenset[int] = frozenset()
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes; empty past the tokenizer's last id."""
@@ -44,7 +46,8 @@ def vocabulary(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
         else:  # an added token that is not spelled in the alphabet stands for itself
             table[token_id] = token.encode()
     added = tokenizer.get_added_tokens_decoder()
-    return Vocabulary(tuple(table), frozenset(i for i, token in added.items() if token.special))
+    special = frozenset(i for i, token in added.items() if token.special)
+    return Vocabulary(tuple(table), special, frozenset(added))
 
 
 def _byte_alphabet() -> dict[str, int]:

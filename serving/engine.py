@@ -18,7 +18,9 @@ from dsv41_jax.sampling import Sampled, SamplingBatch
 from serving.batch_builder import request_rows, sampling_batch
 from serving.cache_groups import CacheGroups, CacheSizes, cache_bytes, plan_cache
 from serving.detokenizer import TextStream, Vocabulary
+from serving.grammar import GrammarCompiler
 from serving.limits import EngineLimits, engine_limits
+from serving.logit_rules import LogitRules, empty_changes
 from serving.request import FinishReason, Request, RequestError, RequestOutput, TokenLogprob
 from serving.runner import Runner, token_buckets
 from serving.scheduler import Scheduler, StepPlan
@@ -98,6 +100,11 @@ class Engine:
         self._runner = runner
         self._vocabulary = vocabulary
         self._cache = CacheGroups(runner.limits, runner.cache_sizes)
+        self._grammars = GrammarCompiler(
+            vocabulary, vocab_size=runner.vocab_size, eos_token_id=runner.eos_token_id
+        )
+        # On the device: most steps change nothing, and then nothing is sent.
+        self._no_changes = jax.device_put(empty_changes(runner.limits, runner.vocab_size))
         self._scheduler = Scheduler(runner.limits, self._cache, look_back=runner.look_back)
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._sequences: dict[str, Sequence] = {}
@@ -128,13 +135,15 @@ class Engine:
                 f"{len(prompt)} tokens and at least one more is generated; shorten the prompt",
                 param="prompt",
             )
-        for name, ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
+        for name, ids in (("prompt", prompt), *request.sampling.token_lists()):
             for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < vocab_size:
                     raise RequestError(
                         f"{name} has token id {token}; ids of this model are 0 to {vocab_size - 1}",
                         param=name,
                     )
+        if request.sampling.grammar is not None:
+            self._grammars.compile(request.sampling.grammar)
 
     def add_request(self, request: Request) -> None:
         """Queues a request.
@@ -147,7 +156,7 @@ class Engine:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         sampling = request.sampling
         seed = int.from_bytes(os.urandom(4)) if sampling.seed is None else sampling.seed % 2**32
-        sequence = self._scheduler.add(request, seed)
+        sequence = self._scheduler.add(request, seed, self._rules(request))
         self._sequences[request.request_id] = sequence
         self._texts[sequence.number] = TextStream(
             self._vocabulary,
@@ -155,6 +164,19 @@ class Engine:
             stop=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
             min_tokens=sampling.min_tokens,
+        )
+
+    def _rules(self, request: Request) -> LogitRules | None:
+        sampling = request.sampling
+        if not sampling.changes_logits:
+            return None
+        grammar = sampling.grammar
+        return LogitRules(
+            sampling,
+            request.prompt_token_ids,
+            vocab_size=self._runner.vocab_size,
+            eos_token_id=self._runner.eos_token_id,
+            grammar=None if grammar is None else self._grammars.compile(grammar),
         )
 
     def abort(self, request_id: str) -> None:
@@ -191,8 +213,9 @@ class Engine:
         sampling = sampling_batch(
             plan,
             self._scheduler.find,
-            logit_rows=self.limits.logit_rows,
-            eos_token_id=self._runner.eos_token_id,
+            limits=self.limits,
+            vocab_size=self._runner.vocab_size,
+            no_changes=self._no_changes,
         )
         return self._runner.submit(request_rows(plan), sampling)
 
@@ -223,12 +246,10 @@ class Engine:
         if not sampling.max_tokens:
             return _NewToken(sequence, None, None)
         self._generation_tokens += 1
-        wanted = sampling.logprobs is not None
-        return _NewToken(
-            sequence,
-            sampled.tokens[row],
-            sampled.logprob(row, sampling.logprobs) if wanted else None,
-        )
+        logprob, watched = None, sampling.logprob_token_ids
+        if sampling.logprobs is not None or watched:
+            logprob = sampled.logprob(row, sampling.logprobs or 0, watched)
+        return _NewToken(sequence, sampled.tokens[row], logprob)
 
     def _output(self, new: _NewToken) -> RequestOutput:
         """Text and end of one sequence's new token."""
@@ -279,7 +300,7 @@ class _Table:
         self.tokens: list[int] = sampled.tokens.tolist()
         self._sampled = sampled
 
-    def logprob(self, row: int, alternatives: int) -> TokenLogprob:
+    def logprob(self, row: int, alternatives: int, watched: tuple[int, ...] = ()) -> TokenLogprob:
         sampled = self._sampled
         ids = sampled.top_ids[row, :alternatives].tolist()
         logprobs = sampled.top_logprobs[row, :alternatives].tolist()
@@ -288,6 +309,9 @@ class _Table:
             logprob=float(sampled.logprobs[row]),
             rank=int(sampled.ranks[row]),
             top=tuple(zip(ids, logprobs, strict=True)),
+            watched=tuple(
+                zip(watched, sampled.watched_logprobs[row, : len(watched)].tolist(), strict=True)
+            ),
         )
 
 

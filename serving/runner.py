@@ -103,7 +103,7 @@ class Runner:
             donate_argnums=1,
             compiler_options={"xla_allow_excess_precision": False},
         )
-        sampling = empty_sampling(self.limits.logit_rows)
+        sampling = empty_sampling(self.limits, self.vocab_size)
         for tokens in self._token_buckets:
             batch = self._batch((), tokens)
             lowered = jitted.lower(self._params, self._state, batch, sampling)

@@ -13,6 +13,7 @@ import numpy as np
 from serving.block_pool import BlockPool
 from serving.cache_groups import CacheGroups
 from serving.limits import EngineLimits
+from serving.logit_rules import LogitRules
 from serving.request import Request
 from serving.sequence import Finish, Sequence
 
@@ -96,14 +97,15 @@ class Scheduler:
         """The sequence, or None once it is finished."""
         return self._sequences.get(number)
 
-    def add(self, request: Request, seed: int) -> Sequence:
-        """Queues a request."""
+    def add(self, request: Request, seed: int, rules: LogitRules | None = None) -> Sequence:
+        """Queues a request, with what it does to its logits."""
         sequence = Sequence(
             request,
             number=self._next_number,
             seed=seed,
             max_model_len=self._limits.max_model_len,
             pages=self._cache.new_table(),
+            rules=rules,
         )
         self._next_number += 1
         self._sequences[sequence.number] = sequence

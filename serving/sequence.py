@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from serving.cache_groups import PageTable
+from serving.logit_rules import LogitRules
 from serving.request import FinishReason, Request, TokenLogprob
 
 
@@ -27,13 +28,21 @@ class Sequence:
       num_scored: prompt rows whose log-probabilities are scheduled or done.
       awaits_token: a sampled token is on its way.
       pages: what the request holds of the caches.
+      rules: what it does to its logits, or None if nothing.
       slot: row of the per-request state, or None while it is not running.
       finish: set once the request has ended.
       prompt_logprobs: one entry per scored prompt token, the first is None.
     """
 
     def __init__(
-        self, request: Request, *, number: int, seed: int, max_model_len: int, pages: PageTable
+        self,
+        request: Request,
+        *,
+        number: int,
+        seed: int,
+        max_model_len: int,
+        pages: PageTable,
+        rules: LogitRules | None,
     ) -> None:
         self.request = request
         self.number = number
@@ -42,6 +51,7 @@ class Sequence:
         self.num_scored = 0
         self.awaits_token = False
         self.pages = pages
+        self.rules = rules
         self.slot: int | None = None
         self.finish: Finish | None = None
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
@@ -85,6 +95,8 @@ class Sequence:
             return
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
+        if self.rules is not None:
+            self.rules.push(token)
         if token == eos_token_id and not sampling.ignore_eos:
             self.finish = Finish("stop")
         elif token in sampling.stop_token_ids:

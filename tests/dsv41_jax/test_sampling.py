@@ -8,26 +8,52 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41_jax.sampling import MAX_BANNED, NUM_ALTERNATIVES, SamplingBatch, sample
+from dsv41_jax.sampling import (
+    NUM_ALTERNATIVES,
+    LogitChanges,
+    SamplingBatch,
+    mask_words,
+    sample,
+)
 
 VOCABULARY = 101  # odd, so that vector remainders fall differently in every row
 _sample = jax.jit(sample, compiler_options={"xla_allow_excess_precision": False})
 
 
+CHANGED = 5  # K
+
+
 def batch_of(rows, size=16):
-    """A SamplingBatch of `rows` (dicts of overrides), padded to `size`."""
+    """A SamplingBatch of `rows` (dicts of overrides), padded to `size`.
+
+    "changes" is {token: (divisor, bias)}, "banned" tokens that are not allowed.
+    """
     defaults = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
-    defaults |= {"step": 0, "target": -1, "banned": ()}
+    defaults |= {"step": 0, "target": -1}
     dtypes = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "seed": "u4"}
     arrays = {name: np.zeros(size, dtypes.get(name, "i4")) for name in defaults}
-    arrays["banned"] = np.full((size, MAX_BANNED), -1, np.int32)
+    watched = np.full((size, NUM_ALTERNATIVES), -1, np.int32)
+    change_row = np.full(size, -1, np.int32)
+    changes = LogitChanges(
+        ids=np.full((size, CHANGED), -1, np.int32),
+        divisor=np.ones((size, CHANGED), np.float32),
+        bias=np.zeros((size, CHANGED), np.float32),
+        allowed=np.full((size, mask_words(VOCABULARY)), 2**32 - 1, np.uint32),
+    )
     for index, row in enumerate(rows):
-        for name, value in (defaults | row).items():
-            if name == "banned":
-                arrays["banned"][index, : len(value)] = value
-            else:
-                arrays[name][index] = value
-    return SamplingBatch(**arrays)
+        for name, default in defaults.items():
+            arrays[name][index] = row.get(name, default)
+        watched[index, : len(row.get("watched", ()))] = row.get("watched", ())
+        if "changes" in row or "banned" in row:
+            place = size - 1 - index  # anywhere but at the row's own number
+            change_row[index] = place
+            for column, (token, (divisor, bias)) in enumerate(row.get("changes", {}).items()):
+                changes.ids[place, column] = token
+                changes.divisor[place, column] = divisor
+                changes.bias[place, column] = bias
+            for token in row.get("banned", ()):
+                changes.allowed[place, token // 32] &= ~np.uint32(1 << (token % 32))
+    return SamplingBatch(**arrays, watched=watched, change_row=change_row, changes=changes)
 
 
 def logits_of(rows, seed=0, size=16):
@@ -93,6 +119,10 @@ def test_sampling_follows_the_softmax_of_the_scaled_logits():
         ({"min_p": 0.6, "top_k": 3}, {2, 3}),
         ({"banned": (3, 2)}, {0, 1}),
         ({"banned": (3,), "top_k": 1}, {2}),
+        ({"banned": (*range(3), *range(4, VOCABULARY))}, {3}),
+        ({"changes": {3: (1, -50), 90: (1, 31)}, "top_k": 2}, {2, 90}),
+        ({"changes": {1: (1, 50)}, "banned": (1,), "top_k": 1}, {3}),
+        ({"changes": {3: (2, 0)}, "top_k": 1}, {2}),
     ],
 )
 def test_truncation_keeps_exactly_the_tokens_it_should(row, kept):
@@ -119,8 +149,10 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours():
         {"temperature": 0.7, "top_p": 0.8},
         {"temperature": 2.0, "top_k": 12, "min_p": 0.01},
         {"target": 5},
+        {"changes": {4: (1.3, -0.7), 100: (0.8, 0.1), 7: (1.0, 2.5)}, "watched": (3, 99)},
+        {"temperature": 0.9, "banned": (0, 31, 32, 100), "changes": {64: (1.7, 1.1)}},
     ]
-    rows = [kinds[i % 5] | {"seed": i, "step": i * 3} for i in range(48)]
+    rows = [kinds[i % 7] | {"seed": i, "step": i * 3} for i in range(48)]
     whole = run(logits, rows)
     for index in generator.permutation(48)[:12]:
         alone = run(logits[index : index + 1].repeat(16, 0), [rows[index]])
@@ -130,6 +162,39 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours():
     order = generator.permutation(48)
     shuffled = run(logits[order], [rows[i] for i in order])
     chex.assert_trees_all_equal(shuffled, jax.tree.map(lambda a: a[order], whole))
+
+
+def test_a_penalty_divides_positive_logits_and_multiplies_negative_ones():
+    logits = np.full(VOCABULARY, -9.0, np.float32)
+    logits[:4] = [2.0, 1.1, -1.0, -1.5]
+    tiled = np.tile(logits, (16, 1))
+    apart = {0: (2.0, -9), 1: (2.0, 0.0)}
+    rows = [
+        {"changes": apart},
+        {"changes": apart | {2: (0.5, 0.0)}},
+        {"changes": {0: (2.0, -9), 1: (2.0, -9), 2: (2.0, 0.0)}},
+    ]
+    assert run(tiled, rows).tokens[:3].tolist() == [1, 1, 3]
+    rows = [{"changes": apart | {1: (4.0, -0.8), 2: (0.25, 0.0)}}]
+    assert run(tiled, rows).tokens[0] == 2
+
+
+def test_logprobs_of_watched_tokens_are_those_of_the_raw_distribution():
+    logits = logits_of(2)
+    result = run(logits, [{"watched": (5, 100, 5)}, {"banned": (7,), "watched": (7,)}])
+    expected = logits[:2] - np.log(np.exp(logits[:2].astype(np.float64)).sum(1, keepdims=True))
+    np.testing.assert_allclose(result.watched_logprobs[0, :3], expected[0, [5, 100, 5]], rtol=1e-5)
+    np.testing.assert_allclose(result.watched_logprobs[1, 0], expected[1, 7], rtol=1e-5)
+
+
+def test_a_row_without_changes_is_the_same_beside_one_that_has_some():
+    logits = logits_of(2, seed=6)
+    plain = {"temperature": 1.0, "seed": 3}
+    beside = run(logits, [plain, {"banned": (1, 2, 3)}])
+    alone = _sample(logits, dataclasses.replace(batch_of([plain]), changes=None), np.int32(1))
+    chex.assert_trees_all_equal(
+        jax.tree.map(lambda a: a[0], beside), jax.tree.map(lambda a: a[0], jax.device_get(alone))
+    )
 
 
 def test_wrong_logits_are_refused_while_tracing():

@@ -17,7 +17,7 @@ from toy_runner import (
 
 from serving.cache_groups import CacheSizes
 from serving.engine import Engine
-from serving.request import MAX_STOP_TOKENS, RequestError, SamplingParams
+from serving.request import RequestError, SamplingParams
 
 
 def make_engine(pages=None, *, eos=EOS, **changes):
@@ -236,13 +236,17 @@ def test_a_negative_seed_is_a_seed():
         ([5, 97], {}, "prompt has token id 97; ids of this model are 0 to 96", "prompt"),
         ([-1], {}, "prompt has token id -1", "prompt"),
         ([5], {"stop_token_ids": (200,)}, "stop_token_ids has token id 200", "stop_token_ids"),
+        ([5], {"logit_bias": ((97, 1.0),)}, "logit_bias has token id 97", "logit_bias"),
+        ([5], {"allowed_token_ids": (5, -2)}, "allowed_token_ids has token id -2", None),
+        ([5], {"bad_words": ((5, 6), (400,))}, "bad_words has token id 400", "bad_words"),
+        ([5], {"logprob_token_ids": (97,)}, "logprob_token_ids has token id 97", None),
     ],
 )
 def test_requests_that_can_never_be_served_are_refused(prompt, sampling, message, param):
     engine = make_engine()
     with pytest.raises(RequestError, match=message) as caught:
         engine.add_request(toy_request("a", prompt, **sampling))
-    assert caught.value.param == param
+    assert caught.value.param == (param or next(iter(sampling)))
     assert not engine.has_work
 
 
@@ -266,10 +270,19 @@ def test_an_id_that_is_in_use_is_refused():
         ({"stop": ("",)}, "stop is an empty string"),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5; it must be from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be above 0"),
+        ({"logit_bias": ((5, 101.0),)}, "logit_bias is 101.0 for 5; it must be from -100 to 100"),
+        ({"logit_bias": ((5, 1.0), (5, 2.0))}, "it must be one bias per token"),
         (
-            {"min_tokens": 1, "stop_token_ids": tuple(range(MAX_STOP_TOKENS + 1))},
-            "stop_token_ids has 16 entries; together with min_tokens it can have 15",
+            {"logit_bias": tuple((i, 1.0) for i in range(1025))},
+            "logit_bias is 1025 tokens; it must be at most 1024",
         ),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is empty"),
+        ({"bad_words": ((5,), ())}, "bad_words is an empty word"),
+        ({"bad_words": ((5,),), "allowed_token_ids": (5,)}, "all of allowed_token_ids"),
+        ({"logprob_token_ids": tuple(range(21))}, "logprob_token_ids is 21 tokens"),
     ],
 )
 def test_sampling_options_out_of_range_are_refused(options, message):

@@ -18,9 +18,19 @@ from serving.cache_groups import cache_bytes
 from serving.detokenizer import vocabulary
 from serving.engine import build_engine
 from serving.limits import engine_limits
+from serving.request import Grammar
 from serving.runner import token_buckets
 
 TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_b"
+OPTIONS = (
+    {},
+    {"presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    {"grammar": Grammar(kind="regex", text="[a-m]{2,9}"), "ignore_eos": False},
+    {},
+    {"logit_bias": ((40, 3.0), (41, -5.0)), "logprob_token_ids": (40, 41), "min_tokens": 3},
+    {"allowed_token_ids": tuple(range(200, 260)), "bad_words": ((210,), (220, 221))},
+    {},
+)
 SIZES = {"max_model_len": 160, "max_num_seqs": 8, "max_num_batched_tokens": 48}
 
 
@@ -53,6 +63,7 @@ def requests():
             seed=index,
             logprobs=3,
             prompt_logprobs=1 if index % 8 == 0 else None,
+            **OPTIONS[index % len(OPTIONS)],
         )
         for index in range(32)
     ]

@@ -88,11 +88,9 @@ class ToyRunner:
         tokens, logprobs, ranks = np.zeros(rows, np.int32), np.zeros(rows), np.zeros(rows, np.int32)
         top_ids = np.zeros((rows, NUM_ALTERNATIVES), np.int32)
         top = np.zeros((rows, NUM_ALTERNATIVES))
-        logp = logits - np.log(np.exp(logits).sum(1, keepdims=True)) if count else logits
+        logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         for row in range(count):
-            allowed = logits[row].copy()
-            banned = sampling.banned[row]
-            allowed[banned[banned >= 0]] = -np.inf
+            allowed = self._changed(logits[row], sampling, row)
             if sampling.temperature[row] > 0:
                 key = (int(sampling.seed[row]), int(sampling.step[row]))
                 allowed = allowed / sampling.temperature[row]
@@ -103,7 +101,22 @@ class ToyRunner:
             logprobs[row] = logp[row, tokens[row]]
             ranks[row] = 1 + list(order).index(tokens[row])
             top_ids[row], top[row] = order[:NUM_ALTERNATIVES], logp[row, order[:NUM_ALTERNATIVES]]
-        return Sampled(tokens, logprobs, ranks, top_ids, top)
+        watched = np.take_along_axis(logp, np.maximum(sampling.watched[:count], 0), 1)
+        return Sampled(tokens, logprobs, ranks, top_ids, top, watched)
+
+    def _changed(self, logits, sampling, row):
+        changed, place = logits.copy(), sampling.change_row[row]
+        if place < 0:
+            return changed
+        table = sampling.changes
+        for token, divisor, bias in zip(
+            table.ids[place], table.divisor[place], table.bias[place], strict=True
+        ):
+            if token >= 0:
+                old = changed[token]
+                changed[token] = (old / divisor if old > 0 else old * divisor) + bias
+        bits = np.unpackbits(table.allowed[place].view(np.uint8), bitorder="little")
+        return np.where(bits[:VOCAB_SIZE] == 1, changed, -np.inf)
 
 
 def toy_limits(**changes):
