@@ -8,7 +8,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 
-from serving.api import chat_completions, completions, health, models, tokenization
+from serving.api import (
+    chat_completions,
+    completions,
+    health,
+    messages,
+    models,
+    responses,
+    tokenization,
+)
 from serving.api.context import Context
 from serving.api.errors import ApiError, JsonResponse, bad_request, error_response
 from serving.api.health import package_version
@@ -46,7 +54,8 @@ def create_app(context: Context) -> FastAPI:
         description="OpenAI-compatible serving of DeepSeek-V4.1",
     )
     app.state.context = context
-    for module in (completions, chat_completions, models, tokenization, health):
+    modules = (completions, chat_completions, responses, messages, models, tokenization, health)
+    for module in modules:
         app.include_router(module.router)
     for kind in (ApiError, ChatError, RequestError, EngineDeadError):
         app.add_exception_handler(kind, _known_error)

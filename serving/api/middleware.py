@@ -75,11 +75,23 @@ class RequestIds:
 
 
 class ApiKey:
-    """Lets only bearers of the key into /v1, /v2 and /inference; OPTIONS passes."""
+    """Lets only those with the key into /v1, /v2 and /inference; OPTIONS passes.
+
+    It comes as a bearer token, or in X-Api-Key as Anthropic's clients send it.
+    """
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = ((b"authorization", "Bearer "), (b"x-api-key", ""))
+        self._key = api_key
+
+    def _holds_key(self, scope: Scope) -> bool:
+        return any(
+            hmac.compare_digest(
+                (_header(scope, name) or "").encode("latin-1"), (prefix + self._key).encode()
+            )
+            for name, prefix in self._expected
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer (ASGI)."""
@@ -88,8 +100,7 @@ class ApiKey:
             and scope["method"] != "OPTIONS"
             and any(scope["path"] == p or scope["path"].startswith(p + "/") for p in _GUARDED)
         )
-        given = (_header(scope, b"authorization") or "") if guarded else ""
-        if guarded and not hmac.compare_digest(given.encode("latin-1"), self._expected):
+        if guarded and not self._holds_key(scope):
             error = ApiError(401, "the API key is missing or wrong")
             await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return

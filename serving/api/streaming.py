@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.api.context import Context
-from serving.api.errors import ApiError, error_body, error_response, internal_error
+from serving.api.errors import ApiError, JsonResponse, error_body, internal_error
 from serving.chat import ChatError
 from serving.request import EngineDeadError, RequestError
 
@@ -31,6 +31,10 @@ def event(data: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
     return prefix + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return event(error_body(error))
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -120,12 +124,20 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, context: Context, events: AsyncGenerator[bytes, None], *, done: bytes = DONE
+        self,
+        context: Context,
+        events: AsyncGenerator[bytes, None],
+        *,
+        done: bytes = DONE,
+        failure: Callable[[ApiError], bytes] = _error_event,
+        error_body: Callable[[ApiError], dict[str, Any]] = error_body,
     ) -> None:
         super().__init__(headers=HEADERS)
         self._context = context
         self._events = events
         self._done = done
+        self._failure = failure
+        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream (ASGI)."""
@@ -152,9 +164,10 @@ class EventStream(Response):
         except Exception as error:
             failure = as_api_error(error)
             if not started:
-                await error_response(failure)(scope, receive, send)
+                answer = JsonResponse(self._error_body(failure), status_code=failure.status)
+                await answer(scope, receive, send)
                 return
-            tail = event(error_body(failure)) + self._done
+            tail = self._failure(failure) + self._done
         if not started:
             await send(self._start())
         await send({"type": "http.response.body", "body": tail, "more_body": False})
