@@ -1,6 +1,7 @@
 """Checkpoints in the released layout: reading, checking, loading, making random ones."""
 
 from dsv41_jax.checkpoint.errors import CheckpointError, NoCheckpointError
+from dsv41_jax.checkpoint.groups import abstract_params
 from dsv41_jax.checkpoint.key_map import (
     ParameterPath,
     TensorSpec,
@@ -11,7 +12,6 @@ from dsv41_jax.checkpoint.key_map import (
 )
 from dsv41_jax.checkpoint.loader import (
     ComponentSize,
-    abstract_params,
     component_sizes,
     load_params,
     open_checkpoint,

@@ -15,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.checkpoint import (
     Checkpoint,
@@ -317,3 +318,69 @@ def wide_checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("wide")
     make_checkpoint(directory, config)
     return types.SimpleNamespace(directory=directory, config=config)
+
+
+def placed(config, layers, tensor, *, expert_parallel=False):
+    mesh = Mesh(
+        np.array(jax.devices()[:tensor]).reshape(1, 1, tensor), ("data", "expert", "tensor")
+    )
+    experts = ("expert", "tensor")
+
+    def sharding(path, leaf):
+        keys = [key.key for key in path]
+        spec = [None] * len(leaf.shape)
+        if "experts" in keys and expert_parallel:
+            spec[0] = experts
+        elif "experts" in keys:
+            spec[2 if keys[-2] == "w2" else 1] = "tensor"
+        elif keys[-2:] in (["wo_b", "weight"], ["wo_b", "scale"]):
+            spec[1] = "tensor"
+        elif keys[-2:] == ["wq_b", "weight"] or keys[-1] == "attn_sink" or keys[0] == "embed":
+            spec[0] = "tensor"
+        if "experts" not in keys and any(
+            axis and size % tensor for axis, size in zip(spec, leaf.shape, strict=True)
+        ):
+            spec = []
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(sharding, abstract_params(config, layers))
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_devices_get_their_slices(expert_parallel):
+    directory = GOLDEN / "tiny_a"
+    config = load_config(directory)
+    layers = range(0, 3)
+    shardings = placed(config, layers, 2, expert_parallel=expert_parallel)
+    params = load_params(directory, config, layers=layers, shardings=shardings, progress=False)
+    whole = load_params(directory, config, layers=layers, progress=False)
+    abstract = abstract_params(config, layers, shardings)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, abstract)
+    experts = 6 if expert_parallel else 5
+    assert params["layers_0"]["ffn"]["experts"]["w1"]["weight"].shape[0] == experts
+    for path, array in flat(params).items():
+        assert array.sharding == leaf(shardings, path)
+        wanted = np.asarray(leaf(whole, path))
+        wanted = np.pad(wanted, [(0, len(array) - len(wanted))] + [(0, 0)] * (wanted.ndim - 1))
+        np.testing.assert_array_equal(np.asarray(array).view(np.uint8), wanted.view(np.uint8))
+    part = params["layers_1"]["attn"]["wo_b"]["weight"].addressable_shards[1]
+    assert part.data.shape == (96, config.o_groups * config.o_lora_rank // 2)
+
+
+def test_more_devices_than_experts_leave_some_with_padding():
+    directory = GOLDEN / "tiny_a"
+    config = load_config(directory)
+    shardings = placed(config, range(1), 8, expert_parallel=True)
+    experts = load_params(directory, config, layers=range(1), shardings=shardings, progress=False)[
+        "layers_0"
+    ]["ffn"]["experts"]["w2"]["scale"]
+    assert experts.shape[0] == 8
+    assert not np.asarray(experts)[5:].any() and np.asarray(experts)[:5].any()
+
+
+def test_progress_counts_what_is_read(capsys):
+    directory = GOLDEN / "tiny_a"
+    config = load_config(directory)
+    shardings = placed(config, range(1), 2, expert_parallel=True)
+    load_params(directory, config, layers=range(1), shardings=shardings)
+    assert "Loading parameters: 100%" in capsys.readouterr().err
