@@ -25,6 +25,20 @@ def slot(pages: jax.Array, positions: jax.Array, rows_per_page: int) -> jax.Arra
     return jnp.where(inside & (page >= 0), found, -1)
 
 
+def group_slots(pages: jax.Array, positions: jax.Array, ratio: int, page_size: int) -> jax.Array:
+    """int32[T]: compressed cache row of the group that each row completes, -1 where it is none.
+
+    Args:
+      pages: int32[T, C], block-table row of each row's request; -1 throughout in padding.
+      positions: int32[T]; a group is complete with the last of its `ratio` positions.
+      ratio: positions of a group.
+      page_size: positions on one page.
+    """
+    first = positions - (ratio - 1)
+    number = jnp.where(first % ratio == 0, first // ratio, -1)
+    return slot(pages, number[:, None], page_size // ratio)[:, 0]
+
+
 def table_rows(table: jax.Array, requests: jax.Array) -> jax.Array:
     """int32[T, C] block-table rows of int32[T] requests; -1 throughout in padding."""
     rows = table[jnp.maximum(requests, 0)]

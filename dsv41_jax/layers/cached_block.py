@@ -10,7 +10,7 @@ from dsv41_jax.layers.block import Block, LayerTrace, Pages, Stream, Written
 from dsv41_jax.quantization.rows import PackedRows, scatter
 from dsv41_jax.rowwise import map_rows
 from dsv41_jax.shared_state import SharedState
-from dsv41_jax.slots import slot, table_rows
+from dsv41_jax.slots import group_slots, slot, table_rows
 from dsv41_jax.state import OpenGroup, StageState
 
 
@@ -105,9 +105,8 @@ def _compress(
 
     first = batch.positions - (ratio - 1)
     packed, index_k = map_rows(compress, (kv, score, first), batch.num_tokens)
-    number = jnp.where(first % ratio == 0, first // ratio, -1)
     table = table_rows(batch.global_pages, batch.requests)
-    where = slot(table, number[:, None], page_size(config) // ratio)[:, 0]
+    where = group_slots(table, batch.positions, ratio, page_size(config))
     state = _replace(state, "kv", layer, scatter(state.kv[layer], where, packed))
     state = _replace(state, "index_k", layer, scatter(state.index_k[layer], where, index_k))
     return state, packed, index_k

@@ -1,0 +1,183 @@
+"""One stage on its own mesh: parameters, Engram tables, and its compiled step."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dsv41_jax.batch import TokenBatch
+from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.forward import COMPILER_OPTIONS
+from dsv41_jax.host_batch import RequestRows, build_batch
+from dsv41_jax.layer_plan import SharingError
+from dsv41_jax.model import Params, Stage
+from dsv41_jax.sampling import Sampled, SamplingBatch, sample
+from dsv41_jax.shared_state import SharedState
+from dsv41_jax.state import StageState, init_state
+from sharding.relay import Bundle, add_replicas, receive, send
+from sharding.rules import replicated
+from sharding.stage_plan import Boundary, StageContents
+
+StageOutput = Bundle | jax.Array | Sampled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Padded sizes of a microbatch: T, R, C and L of `TokenBatch`."""
+
+    tokens: int
+    requests: int
+    columns: int
+    logit_rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StageStep:
+    """What a stage computes for one microbatch, as a pure function of arrays.
+
+    Attributes:
+      stage: the layers.
+      contents: what the plan says the stage owns.
+      boundary: what it passes on; None for the last stage.
+    """
+
+    stage: Stage
+    contents: StageContents
+    boundary: Boundary | None
+
+    def __call__(
+        self,
+        params: Params,
+        state: StageState,
+        batch: TokenBatch,
+        received: Bundle | None,
+        sampling: SamplingBatch | None,
+    ) -> tuple[StageOutput, StageState]:
+        """Runs the stage.
+
+        Args:
+          params: of the stage's layers.
+          state: its caches, with its replicas.
+          batch: the microbatch.
+          received: from the stage before; None on the first.
+          sampling: how the last stage chooses tokens; None for logits.
+
+        Returns:
+          A `Bundle` for the next stage; on the last one the tokens or float32[L, V] logits.
+          Then the caches after the microbatch.
+
+        Raises:
+          SharingError: a layer reads what was neither published here nor relayed.
+        """
+        config, stream, shared = self.stage.config, None, SharedState()
+        if received is not None:
+            stream = received.stream
+            replicas = self.contents.replicas
+            state, shared = receive(config, replicas, received, batch, state)
+        try:
+            result = self.stage(params, state, batch, stream, shared)
+        except SharingError as error:
+            raise SharingError(f"pipeline stage {self.contents.stage}: {error}") from None
+        if self.boundary is not None:
+            return send(self.stage, self.boundary.relay, result, received), result.state
+        logits = result.head.logits
+        if sampling is None:
+            return logits, result.state
+        return sample(logits, sampling, batch.num_logits), result.state
+
+
+class StageRunner:
+    """A stage that is loaded and placed; caches are the caller's, and donated to each step.
+
+    Attributes:
+      step: the computation.
+      mesh: the stage's devices.
+      params: parameters of the stage's layers, sharded over the mesh.
+      engram: host tables of the stage's Engram layers, or None where it has none.
+      program: the jitted step; compiled once for each bucket.
+    """
+
+    def __init__(
+        self,
+        step: StageStep,
+        mesh: Mesh,
+        params: Params,
+        specs: Params,
+        engram: EngramTables | None,
+    ) -> None:
+        """
+        Args:
+          step: the computation.
+          mesh: the stage's devices.
+          params: see above.
+          specs: how they are sharded.
+          engram: see above.
+        """
+        self.step = step
+        self.mesh = mesh
+        self.params = params
+        self.engram = engram
+        self.program = stage_program(step, mesh, specs)
+
+    def init_state(self, *, window_pages: int, global_pages: int, slots: int) -> StageState:
+        """Zeroed caches of the stage's layers and replicas, on every device of the stage."""
+        stage, replicas = self.step.stage, self.step.contents.replicas
+
+        @functools.partial(jax.jit, out_shardings=replicated(self.mesh))
+        def make() -> StageState:
+            state = init_state(
+                stage.config,
+                stage.layers,
+                window_pages=window_pages,
+                global_pages=global_pages,
+                slots=slots,
+            )
+            return add_replicas(stage.config, state, replicas, global_pages=global_pages)
+
+        return make()
+
+    def batch(self, rows: Sequence[RequestRows], bucket: Bucket) -> TokenBatch:
+        """A microbatch with the Engram rows of this stage's layers."""
+        return build_batch(
+            self.step.stage.config, rows, **dataclasses.asdict(bucket), engram=self.engram
+        )
+
+    def place(self, value: Any) -> Any:
+        """Starts to copy a pytree to every device of the stage."""
+        return jax.device_put(value, replicated(self.mesh))
+
+    def dispatch(
+        self,
+        state: StageState,
+        rows: Sequence[RequestRows],
+        bucket: Bucket,
+        received: Bundle | None,
+        sampling: SamplingBatch | None,
+    ) -> tuple[StageOutput, StageState]:
+        """Starts one microbatch and returns before it is done; see `StageStep`."""
+        batch, received, sampling = self.place((self.batch(rows, bucket), received, sampling))
+        return self.program(self.params, state, batch, received, sampling)
+
+
+def stage_program(step: StageStep, mesh: Mesh, specs: Params) -> jax.stages.Wrapped:
+    """The jitted step of a stage: parameters sharded, everything else on every device."""
+    everywhere = PartitionSpec()
+    sharded = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, everywhere, everywhere, everywhere, everywhere),
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    whole = replicated(mesh)
+    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return jax.jit(
+        sharded,
+        donate_argnums=1,
+        in_shardings=(params, whole, whole, whole, whole),
+        out_shardings=whole,
+        compiler_options=COMPILER_OPTIONS,
+    )
