@@ -7,10 +7,10 @@ import numpy as np
 
 from dsv41_jax.host_batch import RequestRows
 from dsv41_jax.sampling import NUM_ALTERNATIVES, LogitChanges, SamplingBatch
-from serving.limits import EngineLimits
 from serving.logit_rules import empty_changes
 from serving.scheduler import ScheduledRows, StepPlan
 from serving.sequence import Sequence
+from sharding.limits import EngineLimits
 
 _LEAST_TEMPERATURE = 1e-5  # below it the scaled logits overflow; the likeliest token is meant
 

@@ -7,8 +7,8 @@ import numpy as np
 from dsv41_jax.sampling import LogitChanges, mask_words
 from serving import bitmask
 from serving.grammar import GrammarState
-from serving.limits import EngineLimits
 from serving.request import MAX_LOGIT_BIAS, SamplingParams
+from sharding.limits import EngineLimits
 
 
 def empty_changes(limits: EngineLimits, vocab_size: int) -> LogitChanges:

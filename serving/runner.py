@@ -13,8 +13,8 @@ from dsv41_jax.model import Params, Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch, sample
 from dsv41_jax.state import StageState, init_state
 from serving.batch_builder import empty_sampling
-from serving.cache_groups import CacheSizes
-from serving.limits import EngineLimits, round_up
+from sharding.cache_sizes import CacheSizes
+from sharding.limits import EngineLimits, round_up
 
 
 def token_buckets(limits: EngineLimits, platform: str) -> tuple[int, ...]:

@@ -15,12 +15,12 @@ from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.engram_table import EngramTables
 from dsv41_jax.hf_config import RELEASED, load_config
 from serving.async_engine import AsyncEngine
-from serving.cache_groups import cache_bytes, plan_cache
 from serving.config import DEFAULT_CONTEXT, EngineOptions
 from serving.default_model import default_model
 from serving.engine import build_engine
-from serving.limits import engine_limits
 from serving.tokenizer import Tokenizer, TokenizerError
+from sharding.cache_sizes import cache_bytes, plan_cache
+from sharding.limits import engine_limits
 
 RANDOM_NAME = "dsv41-tiny-random"
 Say = Callable[[str], None]

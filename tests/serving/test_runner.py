@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import pathlib
 import random
 
@@ -10,18 +11,12 @@ import numpy as np
 import pytest
 from toy_runner import run_all, tokens_of, toy_request
 
-from dsv41_jax.checkpoint import load_params
-from dsv41_jax.engram_table import EngramTables, read_tokenizer
 from dsv41_jax.hf_config import load_config
 from serving.async_engine import AsyncEngine
-from serving.cache_groups import cache_bytes
-from serving.detokenizer import vocabulary
-from serving.engine import build_engine
-from serving.limits import engine_limits
 from serving.request import Grammar
 from serving.runner import token_buckets
+from sharding.limits import engine_limits
 
-TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_b"
 OPTIONS = (
     {},
     {"presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
@@ -31,23 +26,8 @@ OPTIONS = (
     {"allowed_token_ids": tuple(range(200, 260)), "bad_words": ((210,), (220, 221))},
     {},
 )
+TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_b"
 SIZES = {"max_model_len": 160, "max_num_seqs": 8, "max_num_batched_tokens": 48}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    """A compiled engine whose caches hold two requests of full length: enough to preempt."""
-    config = load_config(TINY)
-    page = cache_bytes(config, range(config.num_hidden_layers), 16)
-    budget = 24 * page.window_page + 20 * page.global_page + 8 * page.slot
-    return build_engine(
-        config,
-        load_params(TINY, config),
-        EngramTables.open(TINY, config),
-        vocabulary(read_tokenizer(TINY)),
-        kv_cache_memory_bytes=budget,
-        **SIZES,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -71,38 +51,38 @@ def requests():
 
 @pytest.fixture(scope="module")
 def alone(engine, requests):
-    """Every request served by itself."""
-    return {r.request_id: run_all(engine, [r])[r.request_id] for r in requests}
+    """Every request served by itself, with nothing cached."""
+    outputs = {}
+    for request in requests:
+        engine.reset_prefix_cache()
+        outputs |= run_all(engine, [request])
+    return outputs
 
 
-@contextlib.contextmanager
-def no_compilation():
-    compiled = []
-
-    def listener(event, duration, **_):
-        if "compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-    assert compiled == []
+def results(outputs):
+    """Outputs but for how much of them was cached."""
+    return {
+        request_id: [dataclasses.replace(part, num_cached_tokens=0) for part in parts]
+        for request_id, parts in outputs.items()
+    }
 
 
-def test_requests_together_equal_their_solo_runs_bit_for_bit(engine, requests, alone):
+def test_requests_together_equal_their_solo_runs_bit_for_bit(
+    engine, requests, alone, no_compilation
+):
     before = engine.stats().num_preemptions
     with pytest.raises(AssertionError), no_compilation():
         jax.jit(lambda x: x + 1)(np.float32(1))
     with no_compilation():
         outputs = run_all(engine, requests)
-    assert outputs == alone
+    assert results(outputs) == alone
     assert engine.stats().num_preemptions > before
     assert engine.stats().kv_cache_usage == 0
 
 
-def test_concurrent_streams_half_of_them_cancelled_leave_nothing_in_use(engine, requests, alone):
+def test_concurrent_streams_half_of_them_cancelled_leave_nothing_in_use(
+    engine, requests, alone, no_compilation
+):
     runner = AsyncEngine(engine)
 
     async def stream(request, limit):
@@ -115,26 +95,46 @@ def test_concurrent_streams_half_of_them_cancelled_leave_nothing_in_use(engine, 
         return outputs
 
     async def drive():
-        results = await asyncio.gather(
+        streams = await asyncio.gather(
             *(stream(r, None if i % 2 else 2) for i, r in enumerate(requests))
         )
         while runner.stats().num_running or runner.stats().num_waiting:
             await asyncio.sleep(0.01)
-        return results
+        return streams
 
     with no_compilation():
-        results = asyncio.run(drive())
+        streams = asyncio.run(drive())
         runner.shutdown()
-    for request, outputs in zip(requests, results, strict=True):
+    for request, outputs in zip(requests, streams, strict=True):
         expected = alone[request.request_id]
+        (outputs,) = results({"": outputs}).values()
         assert outputs == expected[: len(outputs)]
         assert len(outputs) in (2, len(expected))
     assert engine.stats().kv_cache_usage == 0
     while engine.has_work:
         engine.step()
-    assert run_all(engine, requests[:8]) == {
+    assert results(run_all(engine, requests[:8])) == {
         r.request_id: alone[r.request_id] for r in requests[:8]
     }
+
+
+def test_a_chat_reuses_all_of_the_turns_before_and_answers_as_if_cold(engine):
+    generator = random.Random(3)
+    history = [generator.randrange(3, 500) for _ in range(37)]
+    reused, turns = 0, []
+    for turn in range(3):
+        request = toy_request(
+            "chat", history, max_tokens=19, logprobs=20, temperature=0.7, seed=turn
+        )
+        warm = run_all(engine, [request])
+        assert {part.num_cached_tokens for part in warm["chat"]} == {reused}
+        history += tokens_of(warm["chat"])
+        reused = (len(history) - 1) // 16 * 16
+        history += [generator.randrange(3, 500) for _ in range(9)]
+        turns.append((request, warm))
+    for request, warm in turns:
+        engine.reset_prefix_cache()
+        assert run_all(engine, [request]) == results(warm)
 
 
 def test_the_likeliest_tokens_are_the_published_ones_where_the_margin_is_clear(engine):
