@@ -39,6 +39,7 @@ class ServerOptions:
       served_model_names: names of the model in the API; empty for a name made from `model`.
       api_key: what /v1 routes ask for, or None.
       max_body_bytes: larger request bodies are refused.
+      max_choices: requests with more prompts times choices are refused.
       shutdown_timeout: seconds that open requests get to finish after SIGTERM.
     """
 
@@ -47,6 +48,7 @@ class ServerOptions:
     served_model_names: tuple[str, ...]
     api_key: str | None
     max_body_bytes: int
+    max_choices: int
     shutdown_timeout: float
 
 
@@ -144,6 +146,13 @@ def _parser() -> argparse.ArgumentParser:
         help="largest request body; 32M",
     )
     listen.add_argument(
+        "--max-choices",
+        type=_whole(1),
+        default=1024,
+        metavar="N",
+        help="most prompts times n in one request; %(default)s",
+    )
+    listen.add_argument(
         "--shutdown-timeout",
         type=_seconds,
         default=30.0,
@@ -203,6 +212,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
             served_model_names=tuple(given.served_model_name),
             api_key=given.api_key,
             max_body_bytes=given.max_body_bytes,
+            max_choices=given.max_choices,
             shutdown_timeout=given.shutdown_timeout,
         ),
     )

@@ -7,17 +7,20 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 import uvicorn
 
 from serving.api.app import create_app
 from serving.api.context import ApiOptions, Context
+from serving.api.health import package_version
 from serving.api.metrics import Metrics
 from serving.async_engine import AsyncEngine
 from serving.config import Options, ServerOptions, parse_options
 from serving.default_model import cache_directory
 from serving.startup import Serving, StartupError, start
+from serving.tokenizer import tokenizer_info
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LAST_WORDS = 5.0  # seconds to send the answers of requests that were given up
@@ -109,6 +112,16 @@ class Server(uvicorn.Server):
             waited += 0.05
 
 
+def _special_tokens(serving: Serving) -> dict[str, str | None]:
+    config, backend = serving.config, serving.tokenizer.backend
+    ids = {
+        "bos_token": config.bos_token_id,
+        "eos_token": config.eos_token_id,
+        "pad_token": config.pad_token_id,
+    }
+    return {name: backend.id_to_token(token) for name, token in ids.items()}
+
+
 def make_context(serving: Serving, options: ServerOptions) -> Context:
     """What the routes work with."""
     names = options.served_model_names or (serving.name,)
@@ -122,6 +135,14 @@ def make_context(serving: Serving, options: ServerOptions) -> Context:
             vocab_size=serving.config.vocab_size,
             api_key=options.api_key,
             max_body_bytes=options.max_body_bytes,
+            max_choices=options.max_choices,
+            tokenizer_info=tokenizer_info(Path(serving.root), _special_tokens(serving)),
+            server_info={
+                "version": package_version(),
+                "jax": jax.__version__,
+                "device": jax.devices()[0].device_kind,
+                "max_model_len": serving.max_model_len,
+            },
         ),
         metrics=Metrics(
             model_name=names[0],

@@ -1,8 +1,9 @@
 """The checkpoint's byte-level tokenizer: text to ids and back, with or without added tokens."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import deepseek_recipe
 import tokenizers
@@ -12,6 +13,21 @@ from serving.detokenizer import Vocabulary, vocabulary
 
 class TokenizerError(ValueError):
     """A tokenizer file that is missing or cannot be used."""
+
+
+def tokenizer_info(path: Path, special: Mapping[str, str | None]) -> dict[str, Any]:
+    """The directory's tokenizer_config.json, if there is one that can be read.
+
+    Args:
+      path: the model directory.
+      special: tokens by name, such as eos_token, for what the file leaves out.
+    """
+    try:
+        content = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = {}
+    info = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": None, **special}
+    return info | (content if isinstance(content, dict) else {})
 
 
 class Tokenizer:

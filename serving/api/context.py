@@ -2,8 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
 
 from serving.api.errors import ApiError
 from serving.api.metrics import Metrics
@@ -32,6 +32,10 @@ class GenerationEngine(Protocol):
         """Counts for /metrics."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests are not disturbed."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiOptions:
@@ -45,6 +49,8 @@ class ApiOptions:
       api_key: what /v1 routes ask for; None lets everybody in.
       max_body_bytes: larger bodies are refused.
       max_choices: more prompts, or choices, in one request are refused.
+      tokenizer_info: what /tokenizer_info answers.
+      server_info: what /server_info answers.
     """
 
     model_names: tuple[str, ...]
@@ -54,6 +60,8 @@ class ApiOptions:
     api_key: str | None = None
     max_body_bytes: int = 32 * 2**20
     max_choices: int = 1024
+    tokenizer_info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    server_info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class OpenRequests:

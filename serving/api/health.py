@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version, /load and /metrics."""
+"""How the server is: /health, /ping, /version, /server_info, /load, /metrics, cache reset."""
 
 import importlib.metadata
 
@@ -43,6 +43,21 @@ async def ping(http: HttpRequest) -> Response:
 async def version() -> JsonResponse:
     """The installed version of this package."""
     return JsonResponse({"version": package_version()})
+
+
+@router.get("/server_info")
+async def server_info(http: HttpRequest) -> JsonResponse:
+    """Versions, device and sizes of the server."""
+    return JsonResponse(dict(context_of(http).options.server_info))
+
+
+@router.post("/reset_prefix_cache")
+@router.post("/flush_cache")
+@router.get("/flush_cache")
+async def reset_prefix_cache(http: HttpRequest) -> JsonResponse:
+    """Forget all cached prefixes; any body is taken, and none is read."""
+    context_of(http).engine.reset_prefix_cache()
+    return JsonResponse({"success": True})
 
 
 @router.get("/load")

@@ -21,6 +21,7 @@ def _card(context: Context, name: str) -> dict[str, Any]:
         "root": context.options.model_root,
         "parent": None,
         "max_model_len": context.options.max_model_len,
+        "vocab_size": context.options.vocab_size,
     }
 
 

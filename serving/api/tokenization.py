@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -35,6 +35,12 @@ async def tokenize(http: HttpRequest) -> JsonResponse:
             "token_strs": strings if body.return_token_strs else None,
         }
     )
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(http: HttpRequest) -> JsonResponse:
+    """The checkpoint's tokenizer_config.json, with the special tokens clients ask for."""
+    return JsonResponse(dict(context_of(http).options.tokenizer_info))
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeBody))

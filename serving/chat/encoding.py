@@ -222,7 +222,7 @@ def encode_chat(
     tokenizer: Tokenizer,
     request: Mapping[str, Any],
     *,
-    image_input: bool = False,
+    max_images: int = 0,
     forced_calls: ForcedCalls = "grammar",
 ) -> ChatPrompt:
     """Render and encode a chat request.
@@ -231,7 +231,7 @@ def encode_chat(
       tokenizer: the model's.
       request: the body of a chat request: messages, tools, tool_choice, response_format, thinking,
         reasoning_effort, chat_template_kwargs, continue_final_message, add_generation_prompt.
-      image_input: whether image parts are accepted.
+      max_images: most image parts; 0 if image input is not enabled.
       forced_calls: how a required or named tool is brought about: "grammar" leaves the prompt as
         for auto, "prompt" opens the block of calls in it (without thinking only).
 
@@ -246,7 +246,7 @@ def encode_chat(
             param="messages",
         )
     messages = read_messages(
-        request.get("messages"), continue_final=_read_continue(request), image_input=image_input
+        request.get("messages"), continue_final=_read_continue(request), max_images=max_images
     )
     thinking = _read_thinking(request)
     tools = read_tools(request.get("tools"))

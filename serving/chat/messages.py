@@ -71,7 +71,7 @@ def _image_address(part: Mapping[str, Any], where: str) -> str:
     return _string(value, f"{where}.image_url")
 
 
-def _content(value: Any, where: str, *, image_input: bool) -> _Content:
+def _content(value: Any, where: str, *, max_images: int) -> _Content:
     if isinstance(value, str):
         return _Content((value,), ())
     if not isinstance(value, list):
@@ -84,7 +84,7 @@ def _content(value: Any, where: str, *, image_input: bool) -> _Content:
         if kind in _TEXT_PARTS:
             pieces.append(_string(part.get(_TEXT_PARTS[kind]), f"{here}.{_TEXT_PARTS[kind]}"))
         elif kind in _IMAGE_PARTS:
-            if not image_input:
+            if not max_images:
                 raise _refuse(here, "is an image: image input is not enabled")
             images.append(_image_address(part, here))
             pieces.append(None)
@@ -132,13 +132,13 @@ class Messages:
     last_content: str
 
 
-def read_messages(value: Any, *, continue_final: bool, image_input: bool) -> Messages:
+def read_messages(value: Any, *, continue_final: bool, max_images: int) -> Messages:
     """Check the request's messages and convert them.
 
     Args:
       value: the request's `messages`.
       continue_final: continue the last message, which must be the assistant's.
-      image_input: whether image parts are accepted.
+      max_images: most image parts of all messages; 0 if image input is not enabled.
 
     Raises:
       ChatError: naming the message and what is wrong with it.
@@ -146,13 +146,14 @@ def read_messages(value: Any, *, continue_final: bool, image_input: bool) -> Mes
     if not isinstance(value, list) or not value:
         raise ChatError("messages must be a list of at least one message", param="messages")
     image_token = IMAGE_TOKEN
-    if image_input:
+    if max_images:
         everything = json.dumps(value, ensure_ascii=False)
         while image_token in everything:
             image_token += "+"
     messages: list[recipe.Message] = []
     last_content = ""
     continued = False
+    num_images = 0
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
@@ -165,8 +166,11 @@ def read_messages(value: Any, *, continue_final: bool, image_input: bool) -> Mes
         raw = message.get("content")
         if raw is None and role == "assistant":
             raw = ""
-        content = _content(raw, f"{where}.content", image_input=image_input)
+        content = _content(raw, f"{where}.content", max_images=max_images)
         last_content = "\n\n".join(image_token if p is None else p for p in content.pieces)
+        num_images += len(content.images)
+        if num_images > max_images:
+            raise _refuse(f"{where}.content", f"brings the images over the limit of {max_images}")
         sources = [recipe.UrlImageSource(url) for url in content.images]
         prefix = message.get("prefix") or False
         last = index == len(value) - 1

@@ -11,6 +11,7 @@ from serving.chat.parsing import OutputParser
 from serving.tokenizer import Tokenizer
 
 CHUNKS = (1, 2, 3, 5, 7, 16, None)
+_MANY = 1000  # images: more than any vector has
 _STARTS: Mapping[str, Start] = {
     "ReasoningStart": "reasoning",
     "ReasoningContinuation": "continued_reasoning",
@@ -54,7 +55,7 @@ def _first_difference(name: str, expected: Any, found: Any) -> list[str]:
 def check_encoding(tokenizer: Tokenizer, vector: Mapping[str, Any]) -> list[str]:
     """What differs for one vector of encode.json."""
     try:
-        prompt = encode_chat(tokenizer, vector["request"], image_input=True, forced_calls="prompt")
+        prompt = encode_chat(tokenizer, vector["request"], max_images=_MANY, forced_calls="prompt")
     except ChatError as error:
         return [f"refused: {error}"]
     differences = _first_difference("prompt", vector["prompt"], prompt.text)

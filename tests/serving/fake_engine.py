@@ -32,6 +32,7 @@ class FakeEngine:
         self.failure = None
         self.requests = []
         self.running = set()
+        self.resets = 0
         self.eos = tokenizer.token_id(EOS)
 
     def check(self, request):
@@ -49,6 +50,9 @@ class FakeEngine:
             num_steps=0,
             num_finished={},
         )
+
+    def reset_prefix_cache(self):
+        self.resets += 1
 
     async def generate(self, request):
         self.requests.append(request)

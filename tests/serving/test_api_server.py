@@ -42,6 +42,23 @@ def test_health_is_empty_and_503_once_the_engine_is_dead(client, engine):
     assert client.get("/health").json()["error"]["type"] == "ServiceUnavailableError"
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"), ("GET", "/flush_cache")],
+)
+def test_the_prefix_cache_is_reset_whatever_the_body(client, engine, method, path):
+    answer = client.request(method, path, content=b"{nonsense")
+    assert (answer.status_code, answer.json()) == (200, {"success": True})
+    assert engine.resets == 1
+
+
+def test_server_and_tokenizer_tell_about_themselves(engine):
+    told = {"tokenizer_info": {"eos_token": "</s>"}, "server_info": {"version": "1"}}
+    with client_of(engine, **told) as client:
+        for name, content in told.items():
+            assert client.get(f"/{name}").json() == content
+
+
 def test_version_and_load(client):
     assert set(client.get("/version").json()) == {"version"}
     assert client.get("/load").json() == {"server_load": 0}

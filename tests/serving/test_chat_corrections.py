@@ -21,7 +21,7 @@ def tokenizer():
 @pytest.fixture
 def render(tokenizer):
     def render(messages=(USER,), **request):
-        options = {k: request.pop(k) for k in ("forced_calls", "image_input") if k in request}
+        options = {k: request.pop(k) for k in ("forced_calls", "max_images") if k in request}
         return encode_chat(tokenizer, {"messages": list(messages), **request}, **options)
 
     return render
@@ -110,7 +110,7 @@ def test_an_image_placeholder_in_text_does_not_stand_for_an_image(render, tokeni
         {"type": "text", "text": f"{spelled} {spelled}+"},
         {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
     ]
-    prompt = render([{"role": "user", "content": content}], image_input=True)
+    prompt = render([{"role": "user", "content": content}], max_images=9)
     assert prompt.token_ids.count(tokenizer.token_id(spelled)) == 1
     assert prompt.text.count(spelled) == 3 and prompt.image_urls == ("http://x/y.png",)
 
@@ -119,6 +119,14 @@ def test_images_are_refused_unless_enabled(render):
     image = {"type": "image_url", "image_url": "http://x/y.png"}
     with pytest.raises(ChatError, match="image input is not enabled"):
         render([{"role": "user", "content": [image]}])
+
+
+def test_more_images_than_the_limit_are_refused(render):
+    image = {"type": "image_url", "image_url": "http://x/y.png"}
+    messages = [{"role": "user", "content": [image, image]}, {"role": "user", "content": [image]}]
+    assert len(render(messages, max_images=3).image_urls) == 3
+    with pytest.raises(ChatError, match=r"messages\[1\].content brings the images over the limit"):
+        render(messages, max_images=2)
 
 
 def test_text_before_half_a_character_at_the_end_is_kept(tokenizer):

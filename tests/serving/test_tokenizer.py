@@ -3,7 +3,7 @@ import json
 import fake_engine
 import pytest
 
-from serving.tokenizer import Tokenizer, TokenizerError
+from serving.tokenizer import Tokenizer, TokenizerError, tokenizer_info
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +62,13 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(TokenizerError, match="the tokenizer's decoder is NoneType"):
         Tokenizer.open(tmp_path)
+
+
+def test_tokenizer_info_is_the_models_file_with_its_special_tokens(tmp_path):
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokenizer_info(tmp_path, special)["eos_token"] == "</s>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>", "x": 1}')
+    info = tokenizer_info(tmp_path, special)
+    assert (info["bos_token"], info["eos_token"], info["x"]) == ("<s>", "<end>", 1)
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    assert tokenizer_info(tmp_path, special)["eos_token"] == "</s>"
