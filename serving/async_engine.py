@@ -5,6 +5,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 
@@ -25,25 +26,35 @@ class _Stream:
 class AsyncEngine:
     """Runs an `Engine`; its methods may be called from any thread or event loop.
 
-    The engine's thread starts at once. After a failed step it is dead: every open request gets
-    an output with finish_reason "error", and later ones `EngineDeadError`.
+    The engine's thread starts at once. After a failed step, or one that takes too long, it is
+    dead: every open request gets an output with finish_reason "error", and later ones
+    `EngineDeadError`.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, step_timeout: float = 600.0) -> None:
+        """
+        Args:
+          engine: driven by this object alone from here on.
+          step_timeout: seconds after which a step counts as failed.
+        """
         self._engine = engine
+        self._step_timeout = step_timeout
+        self._step_began: float | None = None
+        self._ended = threading.Event()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # open to callers; under the lock
         self._live: dict[str, _Stream] = {}  # of the requests in the engine; its thread's own
         self._lock = threading.Lock()
-        self._stopping = False
+        self._stop_by: float | None = None  # monotonic seconds, once a shutdown is asked for
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch, name="engine watchdog", daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are served."""
-        return self._thread.is_alive() and self._failure is None and not self._stopping
+        return self._thread.is_alive() and self._failure is None and self._stop_by is None
 
     @property
     def failure(self) -> str | None:
@@ -86,16 +97,24 @@ class AsyncEngine:
             self._inbox.put(lambda: self._drop(request_id))
             self._send({stream: [RequestOutput(request_id, finish_reason="abort")]})
 
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Stops the thread; open requests get finish_reason "abort".
+    def reset_prefix_cache(self) -> None:
+        """As `Engine.reset_prefix_cache`, before any request that is made later."""
+        self._inbox.put(self._engine.reset_prefix_cache)
+
+    def shutdown(self, timeout: float = 0.0) -> None:
+        """Refuses new requests, finishes the open ones while there is time, and stops the thread.
+
+        Requests that are still open then get finish_reason "abort". A second call can shorten
+        the time of the first.
 
         Args:
-          timeout: seconds to wait for the step in progress; None waits as long as it takes.
+          timeout: seconds that open requests get; the step in progress ends in any case.
         """
+        stop_by = time.monotonic() + timeout
         with self._lock:
-            self._stopping = True
+            self._stop_by = stop_by if self._stop_by is None else min(stop_by, self._stop_by)
         self._inbox.put(lambda: None)
-        self._thread.join(timeout)
+        self._ended.wait()
 
     def _open(self, request: Request) -> _Stream:
         stream = _Stream(asyncio.get_running_loop())
@@ -119,8 +138,17 @@ class AsyncEngine:
             return self._streams.pop(request_id)
 
     def _add(self, request: Request, stream: _Stream) -> None:
-        self._engine.add_request(request)
-        self._live[request.request_id] = stream
+        try:
+            self._engine.add_request(request)
+        except RequestError as error:
+            if self._take(request.request_id, stream):
+                reason = str(error)
+                output = RequestOutput(
+                    request.request_id, finish_reason="error", stop_reason=reason
+                )
+                self._send({stream: [output]})
+        else:
+            self._live[request.request_id] = stream
 
     def _drop(self, request_id: str) -> None:
         self._engine.abort(request_id)
@@ -128,15 +156,40 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._read_inbox(wait=not self._engine.has_work)
+            while True:
+                idle = not self._engine.has_work
+                self._read_inbox(wait=idle and self._stop_by is None)
+                if not self._goes_on():
+                    break
                 if self._engine.has_work:
-                    self._publish(self._engine.step())
+                    self._step()
         except Exception as error:
             _LOG.exception("a step failed; the engine stops")
             self._end_all("error", f"{type(error).__name__}: {error}")
         else:
             self._end_all("abort", None)
+
+    def _goes_on(self) -> bool:
+        if self._failure is not None:
+            return False
+        if self._stop_by is None:
+            return True
+        return self._engine.has_work and time.monotonic() < self._stop_by
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        outputs = self._engine.step()
+        self._step_began = None
+        if self._failure is None:
+            self._publish(outputs)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self._step_timeout / 4)):
+            began = self._step_began
+            if began is not None and time.monotonic() - began > self._step_timeout:
+                message = f"a step has taken longer than {self._step_timeout:g} seconds"
+                _LOG.error("%s; the engine stops", message)
+                self._end_all("error", message)
 
     def _read_inbox(self, *, wait: bool) -> None:
         if wait:
@@ -167,8 +220,10 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_deliver, items)
 
     def _end_all(self, reason: FinishReason, message: str | None) -> None:
+        """Ends every open request; the first call decides what the engine failed of."""
         with self._lock:
-            self._failure = message
+            if not self._ended.is_set():
+                self._failure = message
             streams, self._streams = self._streams, {}
         self._send(
             {
@@ -176,6 +231,7 @@ class AsyncEngine:
                 for request_id, stream in streams.items()
             }
         )
+        self._ended.set()
 
 
 def _deliver(items: list[tuple[_Stream, list[RequestOutput]]]) -> None:

@@ -1,113 +1,21 @@
-"""Cache pages by group: how many a byte budget buys, and which ones a request holds."""
+"""Cache pages by group: which ones a request holds.
+
+A finished request's pages stay in the pools, named by their tokens, until they are needed for
+others. A prefix can be reused if every group still has what a continuation reads: all global
+pages, and the window pages of the last `sliding_window` positions before it. A prefix ends
+where a page ends, so no compressor group is open there. Global pages are few bytes and stay for
+long; window pages that a request has left behind go first, but for those at the ends of
+prompts, at the ends of requests and where requests were seen to part: continuations begin there.
+"""
 
 import dataclasses
+from collections.abc import Sequence as Rows
 
 import numpy as np
 
-from dsv41_jax.config import ConfigError, ModelConfig
-from dsv41_jax.layer_plan import layer_spec
 from serving.block_pool import BlockPool
-from serving.limits import EngineLimits
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheBytes:
-    """Bytes of one page of each group and of one request's open groups, over some layers."""
-
-    window_page: int
-    global_page: int
-    slot: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheSizes:
-    """Pages of each group and request slots that are allocated."""
-
-    window_pages: int
-    global_pages: int
-    slots: int
-
-    def total_bytes(self, unit: CacheBytes) -> int:
-        """Bytes of all pages and slots."""
-        return (
-            self.window_pages * unit.window_page
-            + self.global_pages * unit.global_page
-            + self.slots * unit.slot
-        )
-
-
-def cache_bytes(config: ModelConfig, layers: range, page_size: int) -> CacheBytes:
-    """Sizes of what `dsv41_jax.state.init_state` allocates, per page and slot.
-
-    Args:
-      config: the model.
-      layers: backbone layers whose caches are counted.
-      page_size: tokens per page.
-    """
-    window = len(layers) * page_size * (config.head_dim + config.head_dim // 32)
-    compressed = config.head_dim // 2 + config.head_dim // 16
-    index_key = config.index_head_dim // 2 + config.index_head_dim // 32
-    global_page, slot = 0, 0
-    for spec in (layer_spec(config, layer) for layer in layers):
-        if not spec.owns_kv:
-            continue
-        global_page += page_size // spec.ratio * (compressed + index_key)
-        if spec.ratio > 1:
-            slot += 2 * 4 * spec.ratio * config.head_dim  # float32 kv and score
-    return CacheBytes(window_page=window, global_page=global_page, slot=slot)
-
-
-def plan_cache(limits: EngineLimits, unit: CacheBytes, budget: int | None) -> CacheSizes:
-    """How many pages of each group to allocate.
-
-    Without a budget every running request can grow to max_model_len. With one, both groups
-    shrink together, down to what a single request of that length needs.
-
-    Args:
-      limits: the engine's sizes.
-      unit: bytes per page and slot.
-      budget: bytes for all caches (option --kv-cache-memory-bytes), or None.
-
-    Raises:
-      ConfigError: the budget does not hold one request of max_model_len.
-    """
-    seqs, chunk = limits.max_num_seqs, limits.max_num_batched_tokens
-    decode = _span(limits, 1) + 1
-    full = CacheSizes(
-        window_pages=min(seqs * decode + -(-chunk // limits.page_size), seqs * limits.columns),
-        global_pages=seqs * limits.columns,
-        slots=seqs,
-    )
-    if budget is None:
-        return full
-    least = CacheSizes(
-        window_pages=_span(limits, chunk), global_pages=limits.columns, slots=limits.max_num_seqs
-    )
-    spare = budget - least.total_bytes(unit)
-    if spare < 0:
-        raise ConfigError(
-            f"kv_cache_memory_bytes {budget} is too small: one request of max_model_len "
-            f"{limits.max_model_len} needs {least.total_bytes(unit)} bytes "
-            f"({least.global_pages} global pages of {unit.global_page} bytes, "
-            f"{least.window_pages} window pages of {unit.window_page} bytes and "
-            f"{seqs} slots of {unit.slot} bytes). Raise it, or lower max_model_len"
-        )
-    share = min(1.0, spare / max(1, full.total_bytes(unit) - least.total_bytes(unit)))
-    return CacheSizes(
-        window_pages=_between(least.window_pages, full.window_pages, share),
-        global_pages=_between(least.global_pages, full.global_pages, share),
-        slots=seqs,
-    )
-
-
-def _between(least: int, full: int, share: float) -> int:
-    return least + int(share * max(0, full - least))
-
-
-def _span(limits: EngineLimits, rows: int) -> int:
-    """Most window pages one request touches in a step of `rows` rows."""
-    positions = limits.sliding_window - 1 + rows
-    return min((positions + limits.page_size - 2) // limits.page_size + 1, limits.columns)
+from sharding.cache_sizes import CacheSizes
+from sharding.limits import EngineLimits
 
 
 class PageTable:
@@ -116,13 +24,30 @@ class PageTable:
     Attributes:
       window: int32[C], -1 where no page is held.
       global_: int32[C], likewise.
+      lasting: bool[C], window pages with which a continuation may begin.
     """
 
     def __init__(self, columns: int) -> None:
         self.window = np.full(columns, -1, np.int32)
         self.global_ = np.full(columns, -1, np.int32)
+        self.lasting = np.zeros(columns, bool)
         self.first_window = 0  # window pages are held in columns first_window..end-1
         self.end = 0  # global pages in columns 0..end-1
+
+
+@dataclasses.dataclass(frozen=True)
+class Hit:
+    """Pages of earlier requests that hold the beginning of another.
+
+    Attributes:
+      global_: pages of columns 0..len - 1.
+      window: pages of the last columns of these, as many as a continuation reads.
+      shared: columns whose global pages are there, whether or not the window's are.
+    """
+
+    global_: tuple[int, ...] = ()
+    window: tuple[int, ...] = ()
+    shared: int = 0
 
 
 class CacheGroups:
@@ -170,20 +95,85 @@ class CacheGroups:
         table.global_[table.end : end] = self.global_.allocate(new)
         table.end = end
 
+    def find(self, keys: Rows[bytes]) -> Hit:
+        """The longest beginning that every group still has.
+
+        Args:
+          keys: names of the pages that may be reused.
+        """
+        pages = []
+        for key in keys:
+            page = self.global_.find(key)
+            if page is None:
+                break
+            pages.append(page)
+        end = len(pages)
+        while end:
+            window = []
+            for column in range(end - 1, self._first_column(end * self._page_size) - 1, -1):
+                page = self.window.find(keys[column])
+                if page is None:
+                    end = column
+                    break
+                window.append(page)
+            else:
+                return Hit(tuple(pages[:end]), tuple(reversed(window)), len(pages))
+        return Hit(shared=len(pages))
+
+    def fits(self, hit: Hit, tokens: int) -> bool:
+        """Whether a request of `tokens` positions can begin with a hit and be computed."""
+        new = self.pages(tokens) - len(hit.global_)
+        global_taken = sum(map(self.global_.is_free, hit.global_))
+        window_taken = sum(map(self.window.is_free, hit.window))
+        return new + global_taken <= self.global_.num_free and window_taken < self.window.num_free
+
+    def attach(self, table: PageTable, hit: Hit) -> int:
+        """Gives an empty table the pages of a hit; returns how many positions they hold."""
+        table.end = len(hit.global_)
+        table.first_window = table.end - len(hit.window)
+        for pool, pages in ((self.global_, hit.global_), (self.window, hit.window)):
+            for page in pages:
+                pool.retain(page)
+        table.global_[: table.end] = hit.global_
+        table.window[table.first_window : table.end] = hit.window
+        for end in (table.end, hit.shared):
+            self.mark(table, end)
+        return table.end * self._page_size
+
+    def mark(self, table: PageTable, end: int) -> None:
+        """Lets the window pages last that a continuation at the end of column `end` - 1 reads."""
+        table.lasting[self._first_column(end * self._page_size) : end] = True
+
+    def remember(self, table: PageTable, keys: Rows[bytes], first: int) -> None:
+        """Names the pages of columns from `first` on, whose rows are all computed or scheduled."""
+        for column in range(first, len(keys)):
+            self.global_.remember(int(table.global_[column]), keys[column])
+            if column >= table.first_window:
+                self.window.remember(int(table.window[column]), keys[column])
+
+    def forget_all(self) -> None:
+        """Forgets what pages hold; requests keep theirs."""
+        self.global_.forget_all()
+        self.window.forget_all()
+
     def trim(self, table: PageTable, start: int) -> None:
         """Frees the window pages that no row at `start` or later reads."""
-        keep = max(0, start - self._sliding_window + 1) // self._page_size
-        for column in range(table.first_window, min(keep, table.end)):
-            self.window.release(int(table.window[column]))
+        for column in range(table.first_window, min(self._first_column(start), table.end)):
+            self.window.release(int(table.window[column]), lasting=bool(table.lasting[column]))
             table.window[column] = -1
             table.first_window = column + 1
 
     def release(self, table: PageTable) -> None:
-        """Frees every page; the table is empty afterwards."""
-        for column in range(table.first_window, table.end):
+        """Frees every page, the last ones first to go; the table is empty afterwards."""
+        for column in range(table.end - 1, table.first_window - 1, -1):
             self.window.release(int(table.window[column]))
-        for column in range(table.end):
+        for column in range(table.end - 1, -1, -1):
             self.global_.release(int(table.global_[column]))
         table.window[:] = -1
         table.global_[:] = -1
+        table.lasting[:] = False
         table.first_window = table.end = 0
+
+    def _first_column(self, position: int) -> int:
+        """Column of the oldest position that a row at `position` reads."""
+        return max(0, position - self._sliding_window + 1) // self._page_size

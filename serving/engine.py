@@ -16,15 +16,16 @@ from dsv41_jax.host_batch import RequestRows
 from dsv41_jax.model import Params
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from serving.batch_builder import request_rows, sampling_batch
-from serving.cache_groups import CacheGroups, CacheSizes, cache_bytes, plan_cache
+from serving.cache_groups import CacheGroups
 from serving.detokenizer import TextStream, Vocabulary
 from serving.grammar import GrammarCompiler
-from serving.limits import EngineLimits, engine_limits
 from serving.logit_rules import LogitRules, empty_changes
 from serving.request import FinishReason, Request, RequestError, RequestOutput, TokenLogprob
 from serving.runner import Runner, token_buckets
 from serving.scheduler import Scheduler, StepPlan
 from serving.sequence import Finish, Sequence
+from sharding.cache_sizes import CacheSizes, cache_bytes, plan_cache
+from sharding.limits import EngineLimits, engine_limits
 
 
 class StepHandle(Protocol):
@@ -66,6 +67,8 @@ class EngineStats:
       kv_cache_usage: share of the scarcer page group in use, in [0, 1].
       num_prompt_tokens, num_generation_tokens: since the start.
       num_preemptions, num_steps: since the start.
+      prefix_cache_queries: prompt tokens looked for in the prefix cache since the start.
+      prefix_cache_hits: those found.
       num_finished: requests since the start, by finish reason.
     """
 
@@ -76,6 +79,8 @@ class EngineStats:
     num_generation_tokens: int
     num_preemptions: int
     num_steps: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
     num_finished: Mapping[FinishReason, int]
 
 
@@ -95,7 +100,16 @@ class Engine:
     the next step runs.
     """
 
-    def __init__(self, runner: StepRunner, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, runner: StepRunner, vocabulary: Vocabulary, *, prefix_cache: bool = True
+    ) -> None:
+        """
+        Args:
+          runner: computes the steps.
+          vocabulary: the tokenizer's bytes.
+          prefix_cache: whether requests reuse the cache pages of equal beginnings; results are
+            the same bit for bit.
+        """
         self.limits = runner.limits
         self._runner = runner
         self._vocabulary = vocabulary
@@ -105,7 +119,12 @@ class Engine:
         )
         # On the device: most steps change nothing, and then nothing is sent.
         self._no_changes = jax.device_put(empty_changes(runner.limits, runner.vocab_size))
-        self._scheduler = Scheduler(runner.limits, self._cache, look_back=runner.look_back)
+        self._scheduler = Scheduler(
+            runner.limits,
+            self._cache,
+            look_back=runner.look_back,
+            reuses_pages=prefix_cache,
+        )
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[int, TextStream] = {}
@@ -186,6 +205,10 @@ class Engine:
             self._scheduler.finish(sequence, Finish("abort"))
             self._forget(sequence)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests keep their pages and are not disturbed."""
+        self._cache.forget_all()
+
     def step(self) -> list[RequestOutput]:
         """Collects the step in flight, dispatches the next, and returns the collected tokens."""
         tokens = self._collect(*self._in_flight.popleft()) if self._in_flight else []
@@ -206,6 +229,8 @@ class Engine:
             num_generation_tokens=self._generation_tokens,
             num_preemptions=self._preemptions,
             num_steps=self._steps,
+            prefix_cache_queries=self._scheduler.num_queried_tokens,
+            prefix_cache_hits=self._scheduler.num_hit_tokens,
             num_finished=MappingProxyType(dict(self._finished)),
         )
 
@@ -268,6 +293,7 @@ class Engine:
             prompt_logprobs=tuple(sequence.prompt_logprobs) if first and asked else None,
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
+            num_cached_tokens=sequence.num_cached,
         )
 
     def _text(self, sequence: Sequence, token: int) -> str:
@@ -325,6 +351,7 @@ def build_engine(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     kv_cache_memory_bytes: int | None = None,
+    prefix_cache: bool = True,
 ) -> Engine:
     """An engine over the whole model on one device, with every step shape compiled.
 
@@ -338,6 +365,7 @@ def build_engine(
       max_num_batched_tokens: most tokens of one step.
       kv_cache_memory_bytes: for all caches; None lets every running request reach
         max_model_len.
+      prefix_cache: see `Engine`.
 
     Raises:
       ConfigError: a size is out of range, or the memory does not hold one request.
@@ -359,4 +387,4 @@ def build_engine(
         token_buckets=token_buckets(limits, jax.default_backend()),
     )
     runner.compile_all()
-    return Engine(runner, vocabulary)
+    return Engine(runner, vocabulary, prefix_cache=prefix_cache)

@@ -1,21 +1,23 @@
 """Continuous batching: which rows of which requests the next step computes.
 
-Running and waiting requests are both in order of arrival, and every running request is older
-than every waiting one. A preempted request gives up its pages and slot and waits at the front;
-what it has generated becomes part of what is computed again.
+Requests run in order of priority, and of arrival where that is the same. When pages run out the
+last running one is preempted: it gives up its pages and slot and waits in its place; what it has
+generated becomes part of what is computed again. A request that begins reuses the pages of
+earlier ones with the same beginning.
 """
 
+import bisect
 import dataclasses
-from collections import deque
 
 import numpy as np
 
 from serving.block_pool import BlockPool
-from serving.cache_groups import CacheGroups
-from serving.limits import EngineLimits
+from serving.cache_groups import CacheGroups, Hit
 from serving.logit_rules import LogitRules
+from serving.page_keys import PageKeys
 from serving.request import Request
 from serving.sequence import Finish, Sequence
+from sharding.limits import EngineLimits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class ScheduledRows:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One step: its rows, oldest request first, and who was preempted for it."""
+    """One step: its rows by request, and who was preempted for it."""
 
     rows: tuple[ScheduledRows, ...]
     preempted: tuple[int, ...]
@@ -60,20 +62,30 @@ class StepPlan:
 
 
 class Scheduler:
-    """First come, first served, under the budgets of `EngineLimits`."""
+    """By priority, then first come, first served, under the budgets of `EngineLimits`.
 
-    def __init__(self, limits: EngineLimits, cache: CacheGroups, *, look_back: int) -> None:
+    Attributes:
+      num_queried_tokens: prompt tokens of requests that looked for cached pages.
+      num_hit_tokens: those of them that were found.
+    """
+
+    def __init__(
+        self, limits: EngineLimits, cache: CacheGroups, *, look_back: int, reuses_pages: bool
+    ) -> None:
         """
         Args:
           limits: tokens, logit rows and requests of a step.
           cache: the page pools.
           look_back: how many earlier token ids every row group carries.
+          reuses_pages: whether requests share what equal beginnings hold.
         """
+        self.num_queried_tokens = self.num_hit_tokens = 0
+        self._reuses_pages = reuses_pages
         self._limits = limits
         self._cache = cache
         self._look_back = look_back
         self._slots = BlockPool(limits.max_num_seqs)
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._sequences: dict[int, Sequence] = {}
         self._next_number = 0
@@ -106,11 +118,17 @@ class Scheduler:
             max_model_len=self._limits.max_model_len,
             pages=self._cache.new_table(),
             rules=rules,
+            keys=self._keys(request),
         )
         self._next_number += 1
         self._sequences[sequence.number] = sequence
-        self._waiting.append(sequence)
+        bisect.insort(self._waiting, sequence, key=_turn)
         return sequence
+
+    def _keys(self, request: Request) -> PageKeys | None:
+        if not self._reuses_pages:
+            return None
+        return PageKeys(self._limits.page_size, request.cache_salt)
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
         """Ends a request and frees what it holds; rows in flight are ignored later."""
@@ -125,6 +143,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans the next step; no rows if nothing can run."""
         for sequence in self._running:
+            self._name_pages(sequence)
             self._cache.trim(sequence.pages, sequence.num_computed)
         budget = _Budget(
             tokens=self._limits.max_num_batched_tokens,
@@ -138,7 +157,7 @@ class Scheduler:
             wanted = budget.rows(sequence)
             room = self._cache.room(sequence.pages, sequence.num_computed)
             if wanted and not room:
-                preempted.append(self._preempt_youngest())
+                preempted.append(self._preempt_last())
                 continue
             if wanted:
                 rows.append(self._take(sequence, min(wanted, room), budget))
@@ -150,15 +169,40 @@ class Scheduler:
     def _admit(self, rows: list[ScheduledRows], budget: "_Budget") -> None:
         while self._waiting and budget.tokens and self._slots.num_free:
             sequence = self._waiting[0]
+            # The row of the first logits that are wanted is computed, whatever is cached.
+            hit = self._cache.find(
+                sequence.page_keys(sequence.first_logit_row // self._limits.page_size)
+            )
+            sequence.num_computed = len(hit.global_) * self._limits.page_size
             wanted = budget.rows(sequence)
-            room = self._cache.room(sequence.pages, 0)
-            fits = self._cache.pages(sequence.num_tokens) <= self._cache.global_.num_free
-            if not (wanted and room and fits):
+            if not wanted or not self._cache.fits(hit, sequence.num_tokens):
+                sequence.num_computed = 0
                 return
-            self._waiting.popleft()
-            self._running.append(sequence)
+            del self._waiting[0]
+            bisect.insort(self._running, sequence, key=_turn)
             (sequence.slot,) = self._slots.allocate(1)
+            self._begin(sequence, hit)
+            room = self._cache.room(sequence.pages, sequence.num_computed)
             rows.append(self._take(sequence, min(wanted, room), budget))
+
+    def _begin(self, sequence: Sequence, hit: Hit) -> None:
+        self._cache.attach(sequence.pages, hit)
+        self._cache.mark(sequence.pages, (sequence.num_prompt - 1) // self._limits.page_size)
+        sequence.num_named = len(hit.global_)
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+            if self._reuses_pages:
+                self.num_queried_tokens += sequence.num_prompt
+                self.num_hit_tokens += sequence.num_computed
+
+    def _name_pages(self, sequence: Sequence) -> None:
+        """Lets others reuse the full pages of rows that are scheduled: steps run in order."""
+        full = sequence.num_computed // self._limits.page_size
+        if full == sequence.num_named:
+            return
+        keys = sequence.page_keys(full)
+        self._cache.remember(sequence.pages, keys, sequence.num_named)
+        sequence.num_named = full
 
     def _take(self, sequence: Sequence, count: int, budget: "_Budget") -> ScheduledRows:
         start = sequence.num_computed
@@ -188,17 +232,22 @@ class Scheduler:
         sequence.awaits_token = samples
         return rows
 
-    def _preempt_youngest(self) -> int:
+    def _preempt_last(self) -> int:
         sequence = self._running.pop()
         self._free(sequence)
         sequence.num_computed = 0
-        self._waiting.appendleft(sequence)
+        bisect.insort(self._waiting, sequence, key=_turn)
         return sequence.number
 
     def _free(self, sequence: Sequence) -> None:
+        self._name_pages(sequence)
         self._cache.release(sequence.pages)
         self._slots.release(sequence.slot)
         sequence.slot = None
+
+
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.priority, sequence.number
 
 
 @dataclasses.dataclass

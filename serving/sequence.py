@@ -6,6 +6,7 @@ import numpy as np
 
 from serving.cache_groups import PageTable
 from serving.logit_rules import LogitRules
+from serving.page_keys import PageKeys
 from serving.request import FinishReason, Request, TokenLogprob
 
 
@@ -28,6 +29,8 @@ class Sequence:
       num_scored: prompt rows whose log-probabilities are scheduled or done.
       awaits_token: a sampled token is on its way.
       pages: what the request holds of the caches.
+      num_named: pages from the beginning whose content has a name.
+      num_cached: prompt positions whose rows were there already; None before it first runs.
       rules: what it does to its logits, or None if nothing.
       slot: row of the per-request state, or None while it is not running.
       finish: set once the request has ended.
@@ -43,6 +46,7 @@ class Sequence:
         max_model_len: int,
         pages: PageTable,
         rules: LogitRules | None,
+        keys: PageKeys | None,
     ) -> None:
         self.request = request
         self.number = number
@@ -51,7 +55,10 @@ class Sequence:
         self.num_scored = 0
         self.awaits_token = False
         self.pages = pages
+        self.num_named = 0
+        self.num_cached: int | None = None
         self.rules = rules
+        self._keys = keys
         self.slot: int | None = None
         self.finish: Finish | None = None
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
@@ -74,6 +81,10 @@ class Sequence:
             if self.num_scored < self.num_prompt - 1:
                 return self.num_scored
         return self.num_tokens - 1
+
+    def page_keys(self, pages: int) -> list[bytes]:
+        """Names of the first pages, all full; none if pages are not reused."""
+        return [] if self._keys is None else self._keys.first(pages, self._tokens)
 
     def tokens(self, start: int, end: int) -> np.ndarray:
         """int32[end - start], a copy."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 from test_engine import make_engine, random_requests, serve
@@ -146,3 +147,87 @@ def test_shutdown_twice_and_while_idle_is_clean():
     engine.shutdown()
     engine.shutdown()
     assert not engine.is_alive
+
+
+def test_shutdown_with_time_finishes_open_requests_and_refuses_new_ones():
+    engine = AsyncEngine(make_engine())
+    requests = random_requests(4, 12)
+
+    async def drive():
+        tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
+        while not engine.stats().num_running:
+            await asyncio.sleep(0.001)
+        stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown, 60))
+        while engine.is_alive:
+            await asyncio.sleep(0.001)
+        with pytest.raises(EngineDeadError, match="has stopped: shut down"):
+            await collect(engine, toy_request("late", [5]))
+        results = await asyncio.gather(*tasks)
+        await stopping
+        return results
+
+    for request, outputs in zip(requests, asyncio.run(drive()), strict=True):
+        assert tokens_of(outputs) == tokens_of(serve(request))
+
+
+def test_requests_that_do_not_finish_in_time_are_aborted():
+    engine = AsyncEngine(make_engine(max_model_len=4096, max_num_batched_tokens=4))
+
+    async def drive():
+        stream = engine.generate(toy_request("a", [5], max_tokens=4000))
+        await anext(stream)
+        first = asyncio.create_task(asyncio.to_thread(engine.shutdown, 60))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.shutdown, 0.05)
+        outputs = [output async for output in stream]
+        await first
+        return outputs
+
+    outputs = asyncio.run(drive())
+    assert outputs[-1].finish_reason == "abort" and len(outputs) > 2
+
+
+def test_a_step_that_takes_too_long_fails_every_open_request():
+    inner = make_engine()
+    step, stuck = inner.step, threading.Event()
+    inner.step = lambda: stuck.wait() and step()
+    engine = AsyncEngine(inner, step_timeout=0.2)
+
+    async def drive():
+        requests = [toy_request(str(i), [5]) for i in range(3)]
+        results = await asyncio.gather(*(collect(engine, request) for request in requests))
+        for outputs in results:
+            assert outputs[-1].finish_reason == "error"
+            assert outputs[-1].stop_reason == "a step has taken longer than 0.2 seconds"
+
+    asyncio.run(drive())
+    assert not engine.is_alive and "longer than" in engine.failure
+    engine.shutdown()
+    stuck.set()
+    engine._thread.join()
+    assert "longer than" in engine.failure
+
+
+def test_a_reset_comes_before_the_requests_made_after_it(engine):
+    async def drive():
+        request = toy_request("a", range(3, 30))
+        cached = []
+        for reset in (False, False, True):
+            if reset:
+                engine.reset_prefix_cache()
+            cached.append((await collect(engine, request))[0].num_cached_tokens)
+        return cached
+
+    assert asyncio.run(drive()) == [0, 24, 0]
+
+
+def test_a_request_the_engine_refuses_late_ends_with_an_error(engine):
+    engine.check = lambda request: None
+
+    async def drive():
+        (output,) = await collect(engine, toy_request("a", [500]))
+        assert output.finish_reason == "error" and "token id 500" in output.stop_reason
+        await collect(engine, toy_request("a", [5]))
+
+    asyncio.run(drive())
+    assert engine.is_alive

@@ -10,8 +10,9 @@ from toy_runner import toy_limits
 from dsv41_jax.config import ConfigError
 from dsv41_jax.hf_config import load_config
 from dsv41_jax.state import init_state
-from serving.cache_groups import CacheBytes, CacheGroups, CacheSizes, cache_bytes, plan_cache
-from serving.limits import engine_limits
+from serving.cache_groups import CacheGroups
+from sharding.cache_sizes import CacheBytes, CacheSizes, cache_bytes, plan_cache
+from sharding.limits import engine_limits
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 UNIT = CacheBytes(window_page=100, global_page=10, slot=7)

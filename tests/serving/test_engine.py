@@ -15,9 +15,9 @@ from toy_runner import (
     toy_request,
 )
 
-from serving.cache_groups import CacheSizes
 from serving.engine import Engine
 from serving.request import RequestError, SamplingParams
+from sharding.cache_sizes import CacheSizes
 
 
 def make_engine(pages=None, *, eos=EOS, **changes):

@@ -6,18 +6,23 @@ import numpy as np
 import pytest
 from toy_runner import EOS, toy_limits, toy_request
 
-from serving.cache_groups import CacheGroups, CacheSizes
+from serving.cache_groups import CacheGroups
 from serving.scheduler import Scheduler
 from serving.sequence import Finish
+from sharding.cache_sizes import CacheSizes
 
 
-def make(pages=None, **changes):
+def make(pages=None, *, reuses_pages=False, **changes):
     limits = toy_limits(**changes)
     pages = pages or limits.max_num_seqs * limits.columns
     cache = CacheGroups(
         limits, CacheSizes(window_pages=pages, global_pages=pages, slots=limits.max_num_seqs)
     )
-    return limits, cache, Scheduler(limits, cache, look_back=3)
+    return (
+        limits,
+        cache,
+        Scheduler(limits, cache, look_back=3, reuses_pages=reuses_pages),
+    )
 
 
 def add(scheduler, length, **sampling):
@@ -133,6 +138,20 @@ def test_a_preempted_request_with_a_token_on_its_way_waits_for_it():
     assert scheduler.schedule().rows == ()
     young.append(6, EOS)
     assert shape(scheduler.schedule()) == [(1, 0, 17, 1)]
+
+
+def test_lower_priorities_run_first_and_lose_their_pages_last():
+    _, _, scheduler = make(pages=8, max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32)
+    for priority in (5, 0, -1, 0):
+        scheduler.add(toy_request("r", range(3, 18), priority=priority, max_tokens=17), 0)
+    order, preempted = [], []
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        preempted += plan.preempted
+        order += [rows.number for rows in plan.rows if rows.start == 0]
+        answer(scheduler, plan)
+    assert list(dict.fromkeys(order)) == [2, 1, 3, 0]
+    assert 2 not in preempted and preempted
 
 
 @pytest.mark.parametrize("seed", range(12))

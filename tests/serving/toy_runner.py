@@ -6,10 +6,10 @@ import zlib
 import numpy as np
 
 from dsv41_jax.sampling import NUM_ALTERNATIVES, Sampled
-from serving.cache_groups import CacheSizes
 from serving.detokenizer import Vocabulary
-from serving.limits import EngineLimits
 from serving.request import Request, SamplingParams
+from sharding.cache_sizes import CacheSizes
+from sharding.limits import EngineLimits
 
 VOCAB_SIZE = 97
 EOS = 1
@@ -124,10 +124,14 @@ def toy_limits(**changes):
     return EngineLimits(**(sizes | {"page_size": 4, "sliding_window": 8} | changes))
 
 
-def toy_request(request_id, prompt, **sampling):
+def toy_request(request_id, prompt, *, priority=0, cache_salt=None, **sampling):
     options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | sampling
     return Request(
-        request_id=request_id, prompt_token_ids=tuple(prompt), sampling=SamplingParams(**options)
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(**options),
+        priority=priority,
+        cache_salt=cache_salt,
     )
 
 
