@@ -48,6 +48,8 @@ class FakeEngine:
             num_generation_tokens=4,
             num_preemptions=0,
             num_steps=0,
+            prefix_cache_queries=0,
+            prefix_cache_hits=0,
             num_finished={},
         )
 
