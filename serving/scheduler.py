@@ -209,10 +209,10 @@ class Scheduler:
         end = start + count
         self._cache.reserve(sequence.pages, start, count)
         samples = end == sequence.num_tokens
-        first_logit = sequence.first_logit_row
-        logits = max(0, end - max(start, first_logit))
+        logits = max(0, end - max(start, sequence.first_logit_row))
         targets = np.full(logits, -1, np.int32)
-        targets[: logits - samples] = sequence.tokens(end - logits + 1, end - samples + 1)
+        if logits > samples:
+            targets[: logits - samples] = sequence.tokens(end - logits + 1, end - samples + 1)
         rows = ScheduledRows(
             number=sequence.number,
             start=start,

@@ -92,7 +92,9 @@ class Sequence:
 
     def history(self, start: int, count: int) -> np.ndarray:
         """int32[count]: the ids before `start`, oldest first, -1 before the prompt."""
-        known = min(start, count)
+        if start >= count:
+            return self._tokens[start - count : start].copy()
+        known = start
         return np.concatenate(
             [np.full(count - known, -1, np.int32), self._tokens[start - known : start]]
         )
