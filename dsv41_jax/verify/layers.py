@@ -48,7 +48,7 @@ def check_layers(forward: Forward, vectors: Vectors, tier: Tier) -> Iterator[Mea
             compared = _layer(forward, found, vectors, f"{phase}.L{layer}.", layer, positions)
             for quantity, rows in compared:
                 comparisons.setdefault(quantity, {})[layer] = rows
-        for quantity, rows in _head(found, vectors, phase):
+        for quantity, rows in _head(forward, found, vectors, phase):
             comparisons[quantity] = {None: rows}
         hashed = _engram_ids(forward, token_ids, vectors, phase, slice(first, last))
         comparisons |= {"engram_ids": hashed} if hashed else {}
@@ -142,17 +142,22 @@ def _columns(x: np.ndarray, count: int, fill: Any) -> np.ndarray:
     return np.pad(x[:, :count], ((0, 0), (0, missing)), constant_values=fill)
 
 
-def _head(phase: Phase, vectors: Vectors, name: str) -> Iterator[tuple[str, Rows]]:
+def _head(
+    forward: Forward, phase: Phase, vectors: Vectors, name: str
+) -> Iterator[tuple[str, Rows]]:
     """The last layer's result after the copies are folded, and the draft's inputs."""
-    logits = "logits_all" if name == "prefill" else "logits"
-    recorded = {quantity: quantity for quantity in ("final_h", "final_normed", "main_hidden")}
-    for quantity, array in {**recorded, "logits": logits}.items():
-        key = f"{name}.{array}"
-        if key in vectors and quantity in phase.head:
-            got = phase.head[quantity]
-            if f"{name}.keep_pos" in vectors:
-                got = got[vectors[f"{name}.keep_pos"]]
-            yield quantity, compare_rows(key, got, vectors[key])
+    draft = forward.config.draft
+    for quantity in ("final_h", "final_normed", "main_hidden", "logits"):
+        whole_prompt = (name, quantity) == ("prefill", "logits")
+        key = f"{name}.logits_all" if whole_prompt else f"{name}.{quantity}"
+        if key not in vectors or quantity not in phase.head:
+            continue
+        if quantity == "main_hidden" and not set(draft.target_layer_ids) <= set(forward.layers):
+            continue
+        got = phase.head[quantity]
+        if f"{name}.keep_pos" in vectors:
+            got = got[vectors[f"{name}.keep_pos"]]
+        yield quantity, compare_rows(key, got, vectors[key])
 
 
 def _engram_ids(

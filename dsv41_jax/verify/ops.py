@@ -226,7 +226,8 @@ def _window_positions(config: ModelConfig, op: Op) -> Found:
     window, count, start = (int(value) for value in op.arrays[f"{op.name}.args"])
     want = op.arrays[op.name]
     positions = np.arange(start, start + count, dtype=np.int32)
-    own = np.asarray(window_positions(jnp.asarray(positions), window))
+    earliest = jnp.zeros(count, jnp.int32)
+    own = np.asarray(window_positions(jnp.asarray(positions), earliest, window))
     if start:
         unused = (own < 0).sum(axis=1)
         rings = np.where(own < 0, -1, own % window)

@@ -58,7 +58,7 @@ _LAYERS: dict[Tier, dict[str, Limits]] = {
         "final_normed": _SUBLAYER,
         "main_hidden": _SUBLAYER,
         "logits": (at_most("mean_rel", 1e-3),),
-        "index_score": (at_most("mean_rel", 1e-3),),
+        "index_score": (at_least("equal", 0.90), at_most("mean_rel", 1e-3)),
     },
     "loose": {
         "attn_out": (at_most("mean_rel", 0.015), at_most("p99_rel", 0.05)),
