@@ -1,6 +1,7 @@
 """Grammars that an output has to follow, as sets of allowed tokens (llguidance)."""
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 
@@ -10,7 +11,9 @@ import numpy as np
 from serving.detokenizer import Vocabulary
 from serving.request import Grammar, RequestError
 
+_LOG = logging.getLogger(__name__)
 _REMEMBERED = 64  # compiled grammars kept for the next request that brings them
+_FUEL = 100_000  # work spent on a grammar at first; much more holds a thread up for seconds
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON tokens: bounded, so that an output ends
 
 
@@ -41,6 +44,8 @@ class GrammarState:
     def write(self, words: np.ndarray) -> None:
         """Sets uint32[W] words to the tokens that may come next; EOS alone once it is complete."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            _LOG.warning("a grammar became too complex; its output ends early")
 
 
 class GrammarCompiler:
@@ -83,7 +88,12 @@ class GrammarCompiler:
         return GrammarState(matcher, starts_after=grammar.starts_after, eos_token_id=self._eos)
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=0)
+        limits = llguidance.LLParserLimits(initial_lexer_fuel=_FUEL)
+        matcher = llguidance.LLMatcher(
+            self._tokenizer, _source(grammar), log_level=0, limits=limits
+        )
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what is too large to be used shows here
         if matcher.is_error():
             raise _bad(grammar, matcher.get_error())
         return matcher
@@ -104,8 +114,17 @@ class _Tokens:
             if len(piece) == 1 and token not in special
         }
 
+        self._encode = vocabulary.encode
+
     def __call__(self, text: bytes) -> list[int]:
-        """Byte by byte; only asked for text that a grammar forces, and not used for masks."""
+        """Ids of text that a grammar forces: the mask lets only these through, so they are the
+        tokenizer's own; what is no whole text is taken byte by byte.
+        """
+        if self._encode is not None:
+            try:
+                return self._encode(text.decode())
+            except UnicodeDecodeError:
+                pass
         return [self._of_byte[byte] for byte in text if byte in self._of_byte]
 
 
