@@ -2,7 +2,7 @@
 
 import codecs
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import tokenizers
 
@@ -15,11 +15,13 @@ class Vocabulary:
       token_bytes: by token id; empty for ids that the tokenizer does not have.
       special: ids that `skip_special_tokens` leaves out.
       added: ids of the added vocabulary, which no text is encoded to by its spelling alone.
+      encode: the tokenizer's own ids of plain text; None for one token per byte.
     """
 
     token_bytes: tuple[bytes, ...]
     special: frozenset[int]
     added: frozenset[int] = frozenset()
+    encode: Callable[[str], list[int]] | None = dataclasses.field(default=None, compare=False)
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes; empty past the tokenizer's last id."""

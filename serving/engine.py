@@ -70,6 +70,7 @@ class EngineStats:
       prefix_cache_queries: prompt tokens looked for in the prefix cache since the start.
       prefix_cache_hits: those found.
       num_finished: requests since the start, by finish reason.
+      step_tokens: steps since the start, by the number of tokens they computed.
     """
 
     num_running: int
@@ -82,6 +83,7 @@ class EngineStats:
     prefix_cache_queries: int
     prefix_cache_hits: int
     num_finished: Mapping[FinishReason, int]
+    step_tokens: Mapping[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Engine:
         self._texts: dict[int, TextStream] = {}
         self._prompt_tokens = self._generation_tokens = self._preemptions = self._steps = 0
         self._finished: Counter[FinishReason] = Counter()
+        self._step_tokens: Counter[int] = Counter()
 
     @property
     def has_work(self) -> bool:
@@ -216,6 +219,7 @@ class Engine:
         self._preemptions += len(plan.preempted)
         if plan.rows:
             self._steps += 1
+            self._step_tokens[sum(len(rows.token_ids) for rows in plan.rows)] += 1
             self._in_flight.append((plan, self._submit(plan)))
         return [self._output(new) for new in tokens]
 
@@ -232,6 +236,7 @@ class Engine:
             prefix_cache_queries=self._scheduler.num_queried_tokens,
             prefix_cache_hits=self._scheduler.num_hit_tokens,
             num_finished=MappingProxyType(dict(self._finished)),
+            step_tokens=MappingProxyType(dict(self._step_tokens)),
         )
 
     def _submit(self, plan: StepPlan) -> StepHandle:
@@ -294,6 +299,7 @@ class Engine:
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
             num_cached_tokens=sequence.num_cached,
+            begin_time=sequence.begin_time,
         )
 
     def _text(self, sequence: Sequence, token: int) -> str:

@@ -237,6 +237,7 @@ class RequestOutput:
       stop_reason: the stop string or stop token id that was found; None for EOS. With
         `finish_reason` "error" it is the message.
       num_cached_tokens: prompt tokens whose cache rows were reused.
+      begin_time: `time.monotonic()` seconds of the request's first step; None before it.
     """
 
     request_id: str
@@ -247,3 +248,4 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
+    begin_time: float | None = dataclasses.field(default=None, compare=False)

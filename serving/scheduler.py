@@ -8,6 +8,7 @@ earlier ones with the same beginning.
 
 import bisect
 import dataclasses
+import time
 
 import numpy as np
 
@@ -191,6 +192,7 @@ class Scheduler:
         sequence.num_named = len(hit.global_)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
+            sequence.begin_time = time.monotonic()
             if self._reuses_pages:
                 self.num_queried_tokens += sequence.num_prompt
                 self.num_hit_tokens += sequence.num_computed

@@ -31,6 +31,7 @@ class Sequence:
       pages: what the request holds of the caches.
       num_named: pages from the beginning whose content has a name.
       num_cached: prompt positions whose rows were there already; None before it first runs.
+      begin_time: `time.monotonic()` seconds when it first ran, or None.
       rules: what it does to its logits, or None if nothing.
       slot: row of the per-request state, or None while it is not running.
       finish: set once the request has ended.
@@ -57,6 +58,7 @@ class Sequence:
         self.pages = pages
         self.num_named = 0
         self.num_cached: int | None = None
+        self.begin_time: float | None = None
         self.rules = rules
         self._keys = keys
         self.slot: int | None = None

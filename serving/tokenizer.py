@@ -1,5 +1,6 @@
 """The checkpoint's byte-level tokenizer: text to ids and back, with or without added tokens."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,9 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_str(text)
             self._plain = tokenizers.Tokenizer.from_str(json.dumps({**content, "added_tokens": []}))
             self.recipe = deepseek_recipe.Tokenizer.from_str(text)
-            self.vocabulary: Vocabulary = vocabulary(self.backend)
+            self.vocabulary: Vocabulary = dataclasses.replace(
+                vocabulary(self.backend), encode=self.encode_plain
+            )
         except Exception as error:  # the bindings raise bare Exception for a bad file
             raise TokenizerError(f"not a tokenizer: {error}") from error
 

@@ -1,12 +1,13 @@
 """A conversation being answered: engine outputs parsed into deltas, in no surface's shape."""
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 
 from starlette.requests import Request as HttpRequest
 
-from serving.api.constraints import constrain
+from serving.api.constraints import constrain_chat, named
 from serving.api.context import Context
 from serving.api.generation import engine_requests, off_loop, run_request, timer_of
 from serving.api.protocol import ChatBody, ChatFields
@@ -14,7 +15,7 @@ from serving.api.sampling import Options, read_options
 from serving.api.streaming import merge
 from serving.api.usage import Usage
 from serving.chat import ChatPrompt, Delta, OutputParser, encode_chat
-from serving.request import Request, RequestOutput, TokenLogprob
+from serving.request import Request, RequestError, RequestOutput, TokenLogprob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class ChatRun:
             keep_stop=sampling.include_stop_str_in_output,
             min_tokens=sampling.min_tokens,
         )
-        timer = timer_of(self._context, request)
+        timer = timer_of(self._context, request, self.options)
         outputs = run_request(self._context, request, timer)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -178,13 +179,22 @@ async def start_chat(
     Raises:
       ApiError, ChatError, RequestError: naming the field that is wrong.
     """
-    options = read_options(body, vocab_size=context.options.vocab_size)
+    options = read_options(body, context.tokenizer, vocab_size=context.options.vocab_size)
     fields = body.model_dump(include=set(ChatFields.model_fields))
     prompt = await off_loop(http, lambda: encode_chat(context.tokenizer, fields))
-    return ChatRun(
-        context,
-        request_id=request_id,
-        prompt=prompt,
-        options=constrain(context, body, prompt, options),
-        one_call=body.parallel_tool_calls is False,
-    )
+    options, field = constrain_chat(context.tokenizer, body, prompt, options)
+
+    def run() -> ChatRun:
+        return ChatRun(
+            context,
+            request_id=request_id,
+            prompt=prompt,
+            options=options,
+            one_call=body.parallel_tool_calls is False,
+        )
+
+    try:
+        # A grammar is compiled on a thread, since it may take a while.
+        return run() if options.sampling.grammar is None else await asyncio.to_thread(run)
+    except RequestError as error:
+        raise named(error, field) from error

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -10,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from serving.api.constraints import constrain_completion, named
 from serving.api.context import Context
 from serving.api.errors import JsonResponse, bad_request
 from serving.api.generation import context_of, engine_requests, off_loop, run_request, timer_of
@@ -19,7 +21,7 @@ from serving.api.protocol import CompletionBody, json_body, read_body
 from serving.api.sampling import Options, read_options
 from serving.api.streaming import EventStream, event, merge, until_disconnect
 from serving.api.usage import Usage
-from serving.request import Request, RequestOutput, TokenLogprob
+from serving.request import Request, RequestError, RequestOutput, TokenLogprob
 
 router = APIRouter()
 _DEFAULT_MAX_TOKENS = 16
@@ -31,14 +33,6 @@ class _Prompt:
 
     token_ids: tuple[int, ...]
     text: str
-
-
-def _check_response_format(body: CompletionBody) -> None:
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise bad_request(
-            f"response_format of type {kind!r} is not supported by this server", "response_format"
-        )
 
 
 def _read_prompts(context: Context, body: CompletionBody) -> list[_Prompt]:
@@ -163,7 +157,12 @@ class _Completion:
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         context = self._context
-        return merge([run_request(context, r, timer_of(context, r)) for r in self._requests])
+        return merge(
+            [
+                run_request(context, request, timer_of(context, request, self._options))
+                for request in self._requests
+            ]
+        )
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
@@ -211,17 +210,26 @@ async def create_completion(http: HttpRequest) -> Response:
     context = context_of(http)
     body = await read_body(http, CompletionBody, limit=context.options.max_body_bytes)
     model = context.check_model(body.model)
-    options = read_options(body, vocab_size=context.options.vocab_size)
-    _check_response_format(body)
+    options = read_options(body, context.tokenizer, vocab_size=context.options.vocab_size)
+    options, field = constrain_completion(body, options)
     prompts = await off_loop(http, lambda: _read_prompts(context, body))
     request_id = request_id_of(http)
-    requests = engine_requests(
-        context,
-        f"cmpl-{request_id}",
-        [prompt.token_ids for prompt in prompts],
-        options,
-        default_max_tokens=_DEFAULT_MAX_TOKENS,
-    )
+
+    def make_requests() -> list[Request]:
+        return engine_requests(
+            context,
+            f"cmpl-{request_id}",
+            [prompt.token_ids for prompt in prompts],
+            options,
+            default_max_tokens=_DEFAULT_MAX_TOKENS,
+        )
+
+    try:
+        # A grammar is compiled on a thread, since it may take a while.
+        on_thread = options.sampling.grammar is not None
+        requests = await asyncio.to_thread(make_requests) if on_thread else make_requests()
+    except RequestError as error:
+        raise named(error, field) from error
     completion = _Completion(
         context,
         model=model,

@@ -53,16 +53,20 @@ def engine_requests(
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 arrival_time=time.monotonic(),
+                priority=options.priority,
+                cache_salt=options.cache_salt,
             )
             context.engine.check(request)
             requests.append(request)
     return requests
 
 
-def timer_of(context: Context, request: Request) -> RequestTimer:
+def timer_of(context: Context, request: Request, options: Options) -> RequestTimer:
     """A timer for one engine request, started."""
     return context.metrics.timer(
-        prompt_tokens=len(request.prompt_token_ids), max_tokens=request.sampling.max_tokens
+        prompt_tokens=len(request.prompt_token_ids),
+        max_tokens=request.sampling.max_tokens,
+        n=options.n,
     )
 
 

@@ -45,7 +45,8 @@ def completion_logprobs(
             tops.append(None)
             continue
         top: dict[str, float] = {}
-        for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        own = (entry.token_id, entry.logprob)
+        for token, logprob in (*entry.top, own, *entry.watched):
             top.setdefault(_name(tokenizer, token, as_ids=as_ids), _finite(logprob))
         tops.append(top)
     return {
@@ -71,7 +72,7 @@ def chat_logprobs(
     content = [
         {
             **one(entry.token_id, entry.logprob),
-            "top_logprobs": [one(token, logprob) for token, logprob in entry.top],
+            "top_logprobs": [one(*pair) for pair in dict.fromkeys((*entry.top, *entry.watched))],
         }
         for entry in entries
     ]

@@ -59,6 +59,7 @@ class GenerationBody(_Body):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
     thinking_token_budget: int | None = None
     stream_interval: int | None = None
     lora_request: Any = None

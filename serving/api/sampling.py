@@ -7,12 +7,13 @@ An option that is known and not honoured is refused unless it is given its neutr
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serving.api.errors import bad_request
 from serving.api.protocol import ChatBody, CompletionBody, GenerationBody
 from serving.request import MAX_LOGPROBS, SamplingParams
+from serving.tokenizer import Tokenizer
 
 MAX_CHOICES = 128
 _SEEDS = (-(2**63), 2**63)
@@ -28,19 +29,10 @@ def _empty(value: Any) -> bool:
 
 # Options that are known and not honoured, each with the values that change nothing.
 _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
-    "presence_penalty": _is(0),
-    "frequency_penalty": _is(0),
-    "repetition_penalty": _is(1),
-    "logit_bias": _empty,
-    "allowed_token_ids": _is(),
-    "bad_words": _empty,
-    "logprob_token_ids": _empty,
-    "structured_outputs": _is(),
     "use_beam_search": _is(False),
     "length_penalty": _is(1),
     "truncate_prompt_tokens": _is(),
     "return_token_ids": _is(False),
-    "priority": _is(0),
     "thinking_token_budget": _is(),
     "stream_interval": _is(1),
     "lora_request": _is(),
@@ -58,7 +50,6 @@ _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "audio": _is(),
     "prediction": _is(),
 }
-_STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
 
 
 def _range(body: GenerationBody, name: str, wanted: str, good: Callable[[Any], bool]) -> None:
@@ -79,8 +70,11 @@ def _check_ranges(body: GenerationBody, vocab_size: int) -> None:
     _range(body, "min_tokens", "at least 0", lambda v: v >= 0)
     _range(body, "seed", "a 64-bit integer", lambda v: _SEEDS[0] <= v < _SEEDS[1])
     _range(body, "prompt_logprobs", f"from 0 to {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
+    _range(body, "priority", "a 32-bit integer", lambda v: -(2**31) <= v < 2**31)
+    if body.cache_salt == "":
+        raise bad_request("cache_salt is empty; it must be a text, or left out", "cache_salt")
     _range(body, "best_of", "at least 1", lambda v: v >= 1)
-    for name in ("allowed_token_ids", "stop_token_ids"):
+    for name in ("allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
         for token in getattr(body, name) or ():
             if not 0 <= token < vocab_size:
                 raise bad_request(
@@ -97,14 +91,6 @@ def _check_ranges(body: GenerationBody, vocab_size: int) -> None:
             raise bad_request(
                 f"logit_bias has the key {key}; token ids are from 0 to {vocab_size - 1}",
                 "logit_bias",
-            )
-    if body.structured_outputs is not None:
-        kinds = [k for k in _STRUCTURED_KINDS if body.structured_outputs.get(k) is not None]
-        if len(kinds) != 1:
-            raise bad_request(
-                f"structured_outputs has {len(kinds)} of {', '.join(_STRUCTURED_KINDS)}; it must "
-                "have exactly one",
-                "structured_outputs",
             )
 
 
@@ -150,6 +136,8 @@ class Options:
       stream: send as it is generated.
       include_usage, usage_in_every_chunk: where a stream carries usage.
       tokens_as_ids: name tokens in log-probabilities "token_id:123".
+      priority: lower runs first.
+      cache_salt: prefixes are shared only with requests of the same salt.
     """
 
     sampling: SamplingParams
@@ -159,6 +147,8 @@ class Options:
     include_usage: bool
     usage_in_every_chunk: bool
     tokens_as_ids: bool
+    priority: int = 0
+    cache_salt: str | None = None
 
     def sampling_for(self, *, choice: int, max_tokens: int) -> SamplingParams:
         """The engine's options of one choice: a seed of its own, and its length."""
@@ -171,7 +161,20 @@ class Options:
         )
 
 
-def read_options(body: CompletionBody | ChatBody, *, vocab_size: int) -> Options:
+def _bad_words(tokenizer: Tokenizer, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+    """Every word's ids at the start of a text and after a space."""
+    spelled: dict[tuple[int, ...], None] = {}
+    for word in words or ():
+        if not word.strip():
+            raise bad_request("bad_words holds an empty word", "bad_words")
+        for text in (word, " " + word.lstrip()):
+            spelled[tuple(tokenizer.encode_plain(text))] = None
+    return tuple(spelled)
+
+
+def read_options(
+    body: CompletionBody | ChatBody, tokenizer: Tokenizer, *, vocab_size: int
+) -> Options:
     """Check the options of a request.
 
     Raises:
@@ -202,10 +205,13 @@ def read_options(body: CompletionBody | ChatBody, *, vocab_size: int) -> Options
     if body.prompt_logprobs is not None and body.stream:
         raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
     logprobs = _logprobs(body)
+    if body.logprob_token_ids and logprobs is None:
+        raise bad_request("logprob_token_ids needs logprobs", "logprob_token_ids")
     prompt_logprobs = body.prompt_logprobs
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
     streamed = body.stream_options
+    penalty, allowed = body.repetition_penalty, body.allowed_token_ids
     return Options(
         sampling=SamplingParams(
             min_tokens=body.min_tokens or 0,
@@ -221,6 +227,13 @@ def read_options(body: CompletionBody | ChatBody, *, vocab_size: int) -> Options
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=body.skip_special_tokens is not False,
+            presence_penalty=float(body.presence_penalty or 0.0),
+            frequency_penalty=float(body.frequency_penalty or 0.0),
+            repetition_penalty=float(1.0 if penalty is None else penalty),
+            logit_bias=tuple((int(k), float(v)) for k, v in (body.logit_bias or {}).items()),
+            allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
+            bad_words=_bad_words(tokenizer, body.bad_words),
+            logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
         ),
         max_tokens=max_tokens,
         n=n,
@@ -228,4 +241,6 @@ def read_options(body: CompletionBody | ChatBody, *, vocab_size: int) -> Options
         include_usage=bool(streamed and streamed.include_usage),
         usage_in_every_chunk=bool(streamed and streamed.continuous_usage_stats),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
     )

@@ -56,6 +56,8 @@ class ChatPrompt:
       parse_tool_calls: whether the tools are in the prompt, so that calls may come back.
       start: what the output begins with.
       image_urls: one per image placeholder, in the prompt's order.
+      tools: those in the prompt.
+      must_call: whether the answer has to be calls.
     """
 
     text: str
@@ -64,6 +66,8 @@ class ChatPrompt:
     parse_tool_calls: bool
     start: Start
     image_urls: tuple[str, ...]
+    tools: tuple[recipe.ToolDefinition, ...] = ()
+    must_call: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,4 +289,6 @@ def encode_chat(
         parse_tool_calls=bool(tools),
         start=start,
         image_urls=tuple(source.url or "" for source in rendered.image_sources),
+        tools=tools,
+        must_call=forced,
     )

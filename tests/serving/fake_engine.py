@@ -12,6 +12,7 @@ from serving.api.context import ApiOptions, Context
 from serving.api.metrics import Metrics
 from serving.detokenizer import TextStream
 from serving.engine import EngineStats
+from serving.grammar import GrammarCompiler
 from serving.request import RequestError, RequestOutput, TokenLogprob
 from serving.tokenizer import Tokenizer
 
@@ -33,11 +34,17 @@ class FakeEngine:
         self.requests = []
         self.running = set()
         self.resets = 0
+        self.cached = 0
         self.eos = tokenizer.token_id(EOS)
+        self.grammars = GrammarCompiler(
+            tokenizer.vocabulary, vocab_size=tokenizer.vocab_size, eos_token_id=self.eos
+        )
 
     def check(self, request):
         if request.request_id in self.running:
             raise RequestError("request id is in use", param="request_id")
+        if request.sampling.grammar is not None:
+            self.grammars.compile(request.sampling.grammar)
 
     def stats(self):
         return EngineStats(
@@ -51,6 +58,7 @@ class FakeEngine:
             prefix_cache_queries=0,
             prefix_cache_hits=0,
             num_finished={},
+            step_tokens={3: 2, 200: 1},
         )
 
     def reset_prefix_cache(self):
@@ -110,6 +118,8 @@ class FakeEngine:
                 text=text,
                 logprobs=None if wanted is None else (self._logprob(token, wanted),),
                 prompt_logprobs=of_prompt if count == 1 else None,
+                num_cached_tokens=self.cached,
+                begin_time=request.arrival_time + 0.25,
                 finish_reason=reason,
                 stop_reason=stop,
             )

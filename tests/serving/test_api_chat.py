@@ -1,3 +1,5 @@
+import json
+
 import fake_engine
 import pytest
 from fake_engine import FakeEngine, client_of, events_of, says
@@ -247,3 +249,52 @@ def test_a_tokenizer_without_the_template_answers_400_with_the_first_missing_tok
         response = client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert "no token <｜User｜>" in response.json()["error"]["message"]
+
+
+def grammar_of(client, engine, **body):
+    chat(client, **body)
+    return engine.requests[-1].sampling.grammar
+
+
+def test_forms_become_grammars_that_count_after_thinking(client, engine, tokenizer):
+    end = tokenizer.token_id("</think>")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    off = {"thinking": {"type": "disabled"}}
+    grammar = grammar_of(client, engine, response_format=form)
+    assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
+    assert grammar.starts_after == end
+    grammar = grammar_of(client, engine, response_format={"type": "json_object"}, **off)
+    assert (grammar.kind, grammar.starts_after) == ("json_object", None)
+    grammar = grammar_of(client, engine, structured_outputs={"choice": ["a", "b"]})
+    assert (grammar.kind, grammar.starts_after) == ("choice", end)
+    assert grammar_of(client, engine, response_format={"type": "text"}) is None
+
+
+def test_a_forced_call_and_strict_tools_become_grammars(client, engine, tokenizer):
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    assert grammar_of(client, engine, tools=[WEATHER]) is None
+    assert grammar_of(client, engine, tools=[strict]).text.startswith("tool0")
+    for choice in ("required", named):
+        grammar = grammar_of(client, engine, tools=[WEATHER], tool_choice=choice)
+        assert "FREE" not in grammar.text
+        assert grammar.starts_after == tokenizer.token_id("</think>")
+    assert grammar_of(client, engine, tools=[strict], tool_choice="none") is None
+    form = {"type": "json_object"}
+    assert "answer" in grammar_of(client, engine, tools=[WEATHER], response_format=form).text
+
+
+def test_a_schema_that_no_grammar_can_be_made_of_is_a_400(client, engine):
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "nonsense"}}}}
+    response = client.post(
+        "/v1/chat/completions",
+        json={
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"type": "function", "function": tool}],
+            "tool_choice": "required",
+        },
+    )
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tools" and "grammar cannot be used" in error["message"]

@@ -288,3 +288,43 @@ def test_a_failure_in_a_running_stream_is_an_event_and_then_done(tokenizer):
         chunks = events_of(complete(client, stream=True))
     assert chunks[-1]["error"]["code"] == 500 and len(chunks) > 1
     assert engine.running == set()
+
+
+def test_penalties_biases_and_bans_reach_the_engine(client, engine, tokenizer):
+    complete(
+        client,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.2,
+        logit_bias={"5": -100, "7": 2.5},
+        allowed_token_ids=[3, 4, 3],
+        bad_words=["bad"],
+        priority=-3,
+        cache_salt="me",
+    )
+    request = engine.requests[-1]
+    sampling = request.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert sampling.repetition_penalty == 1.2
+    assert sampling.logit_bias == ((5, -100.0), (7, 2.5))
+    assert sampling.allowed_token_ids == (3, 4)
+    words = [tokenizer.encode_plain("bad"), tokenizer.encode_plain(" bad")]
+    assert sampling.bad_words == tuple(tuple(word) for word in words)
+    assert (request.priority, request.cache_salt) == (-3, "me")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kind", "text"),
+    [
+        ({"json": {"type": "object"}}, "json_schema", '{"type": "object"}'),
+        ({"json": '{"type": "object"}'}, "json_schema", '{"type": "object"}'),
+        ({"json_object": True}, "json_object", ""),
+        ({"regex": "[ab]+"}, "regex", "[ab]+"),
+        ({"choice": ["a", "b"]}, "choice", '["a", "b"]'),
+        ({"grammar": 'start: "a"'}, "lark", 'start: "a"'),
+    ],
+)
+def test_structured_outputs_become_grammars(client, engine, outputs, kind, text):
+    complete(client, structured_outputs=outputs)
+    grammar = engine.requests[-1].sampling.grammar
+    assert (grammar.kind, grammar.text, grammar.starts_after) == (kind, text, None)

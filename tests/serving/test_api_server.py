@@ -72,6 +72,14 @@ def test_metrics_have_vllms_names_and_labels(client):
     assert f"vllm:generation_tokens_total{labels} 4.0" in text
     assert f"vllm:e2e_request_latency_seconds_count{labels} 1.0" in text
     assert f"vllm:time_to_first_token_seconds_count{labels} 1.0" in text
+    for phase in ("queue", "inference", "prefill", "decode"):
+        assert f"vllm:request_{phase}_time_seconds_count{labels} 1.0" in text
+    assert f"vllm:request_queue_time_seconds_sum{labels} 0.2" in text
+    assert f"vllm:request_params_n_sum{labels} 1.0" in text
+    assert f"vllm:prefix_cache_hits_total{labels} 0.0" in text
+    assert f"vllm:iteration_tokens_total_sum{labels} 206.0" in text
+    assert 'vllm:iteration_tokens_total_bucket{engine="0",le="100.0",model_name="fake"} 2' in text
+    assert 'vllm:cache_config_info{engine="0"} 1.0' in text
     assert 'vllm:request_success_total{engine="0",finished_reason="stop",' in text
     assert client.head("/metrics").status_code == 200
 
