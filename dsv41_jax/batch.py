@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.quantization.rows import PackedRows
@@ -37,6 +38,12 @@ class TokenBatch:
       slots: int32[R], row of per-request state (open groups); -1 in padding.
       logit_rows: int32[L], rows of the batch whose logits are wanted; -1 in padding.
       num_logits: int32[], how many logit rows are real; they come first.
+      late_rows: int32[T], the rows that layers from the last KV source on compute, in order;
+        -1 in padding, which comes last. All real rows, unless a prompt's earlier ones are left
+        out (bounded replay).
+      num_late_rows: int32[], how many late rows are real; every logit row is one of them.
+      window_from: int32[R], earliest position in a window that a row of a request may read.
+      late_window_from: int32[R], likewise in layers from the last KV source on.
       engram: rows looked up by the host, by layer: uint8[T, columns, ...].
     """
 
@@ -50,4 +57,27 @@ class TokenBatch:
     slots: jax.Array
     logit_rows: jax.Array
     num_logits: jax.Array
+    late_rows: jax.Array
+    num_late_rows: jax.Array
+    window_from: jax.Array
+    late_window_from: jax.Array
     engram: dict[int, PackedRows]
+
+    def late(self) -> "TokenBatch":
+        """The same step as the layers from the last KV source on see it: late rows alone."""
+        taken, real = jnp.maximum(self.late_rows, 0), self.late_rows >= 0
+        rows = self.late_rows.shape[0]
+        order = jnp.arange(rows, dtype=jnp.int32)
+        place = jnp.zeros_like(order).at[jnp.where(real, taken, rows)].set(order, mode="drop")
+        wanted = self.logit_rows
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[taken],
+            positions=self.positions[taken],
+            requests=jnp.where(real, self.requests[taken], -1),
+            is_image=self.is_image[taken],
+            num_tokens=self.num_late_rows,
+            logit_rows=jnp.where(wanted >= 0, place[jnp.maximum(wanted, 0)], -1),
+            window_from=self.late_window_from,
+            engram=jax.tree.map(lambda a: a[taken], self.engram),
+        )

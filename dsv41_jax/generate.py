@@ -63,9 +63,7 @@ def load(path: str | os.PathLike, *, progress: bool = True) -> Model:
     return Model(config, params, engram, directory)
 
 
-def score(
-    model: Model, token_ids: Sequence[int], chunk_size: int | None = None
-) -> np.ndarray:
+def score(model: Model, token_ids: Sequence[int], chunk_size: int | None = None) -> np.ndarray:
     """Teacher-forced logits of every position.
 
     Args:
@@ -99,6 +97,7 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
+    decoder_replay: bool = False,
 ) -> list[int]:
     """Continues a prompt, until the end-of-sequence token or the limit.
 
@@ -108,6 +107,8 @@ def generate(
       max_new_tokens: tokens to generate at most.
       temperature: 0 takes the likeliest token.
       seed: of the random draws; the same seed gives the same tokens.
+      decoder_replay: whether layers from the last KV source on see only the prompt's last
+        window (see `replay_start`); faster on long prompts, and an approximation.
 
     Returns:
       The new ids, the end-of-sequence token included if it was reached.
@@ -134,7 +135,17 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
+        late_from=replay_start(model.config, len(token_ids)) if decoder_replay else 0,
     )
+
+
+def replay_start(config: ModelConfig, prompt_tokens: int) -> int:
+    """First position of a prompt that bounded replay computes in every layer.
+
+    Compressed rows and index keys are written for all positions, so layers from the last KV
+    source on lose nothing but window keys of earlier rows (spec: bounded replay).
+    """
+    return max(0, prompt_tokens - config.sliding_window)
 
 
 def decode_loop(
@@ -146,12 +157,13 @@ def decode_loop(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    late_from: int = 0,
 ) -> list[int]:
     """Drives one request through `step`: the prompt in chunks, then token by token."""
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}; it must be 0 or positive")
     ids = list(token_ids)
-    for part in prompt_chunks(config, ids, chunk):
+    for part in prompt_chunks(config, ids, chunk, late_from):
         sampled = step(part, single_request(temperature, seed, 0))
     new: list[int] = []
     while len(new) < max_new_tokens:
@@ -159,7 +171,7 @@ def decode_loop(
         if new[-1] == config.eos_token_id or len(new) == max_new_tokens:
             break
         ids.append(new[-1])
-        part = request_rows(config, ids, len(ids) - 1, len(ids), chunk)
+        part = request_rows(config, ids, len(ids) - 1, len(ids), chunk, late_from)
         sampled = step(part, single_request(temperature, seed, len(new)))
     return new
 
@@ -191,17 +203,24 @@ def check_request(
     return min(chunk_size, len(token_ids))
 
 
-def prompt_chunks(config: ModelConfig, token_ids: Sequence[int], chunk: int) -> list[RequestRows]:
-    """A prompt cut into steps of `chunk` tokens; the last row of each wants logits."""
+def prompt_chunks(
+    config: ModelConfig, token_ids: Sequence[int], chunk: int, late_from: int = 0
+) -> list[RequestRows]:
+    """A prompt cut into steps of `chunk` tokens; the last row wants logits."""
     starts = range(0, len(token_ids), chunk)
     return [
-        request_rows(config, token_ids, start, min(start + chunk, len(token_ids)), chunk)
+        request_rows(config, token_ids, start, min(start + chunk, len(token_ids)), chunk, late_from)
         for start in starts
     ]
 
 
 def request_rows(
-    config: ModelConfig, token_ids: Sequence[int], start: int, stop: int, chunk: int
+    config: ModelConfig,
+    token_ids: Sequence[int],
+    start: int,
+    stop: int,
+    chunk: int,
+    late_from: int = 0,
 ) -> RequestRows:
     """Tokens start..stop-1 of a request that has the caches to itself.
 
@@ -221,7 +240,8 @@ def request_rows(
         window_pages=[c % ring if c >= oldest else -1 for c in columns],
         global_pages=columns,
         slot=0,
-        logits=1,
+        logits=int(stop == len(token_ids)),
+        late_from=late_from,
     )
 
 

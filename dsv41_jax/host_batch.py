@@ -24,6 +24,9 @@ class RequestRows:
       global_pages: likewise for compressed KV and index keys.
       slot: row of per-request state, distinct among live requests.
       logits: how many of the last rows want logits.
+      late_from: first position that layers from the last KV source on compute; 0 is exact. A
+        later one (bounded replay) is at most a window before the end of the prompt, and the
+        same in every step of the request.
     """
 
     token_ids: np.ndarray
@@ -33,6 +36,7 @@ class RequestRows:
     global_pages: Sequence[int]
     slot: int
     logits: int
+    late_from: int = 0
 
 
 def round_rows(rows: int) -> int:
@@ -77,6 +81,7 @@ def build_batch(
     ):
         if size > limit:
             raise ValueError(f"{size} {name} do not fit a bucket of {limit}")
+    late = _late_rows(rows)
     batch = TokenBatch(
         token_ids=np.zeros(tokens, np.int32),
         positions=np.zeros(tokens, np.int32),
@@ -88,6 +93,10 @@ def build_batch(
         slots=np.full(requests, -1, np.int32),
         logit_rows=np.full(logit_rows, -1, np.int32),
         num_logits=np.int32(wanted),
+        late_rows=np.pad(late, (0, tokens - len(late)), constant_values=-1),
+        num_late_rows=np.int32(len(late)),
+        window_from=np.zeros(requests, np.int32),
+        late_window_from=np.zeros(requests, np.int32),
         engram=_empty_engram(config, engram, tokens),
     )
     first = logit = 0
@@ -99,6 +108,7 @@ def build_batch(
         batch.window_pages[request, : len(row.window_pages)] = row.window_pages
         batch.global_pages[request, : len(row.global_pages)] = row.global_pages
         batch.slots[request] = row.slot
+        batch.late_window_from[request] = row.late_from
         batch.logit_rows[logit : logit + row.logits] = np.arange(last - row.logits, last)
         if engram is not None:
             for layer, found in engram.lookup(row.token_ids, row.history).items():
@@ -106,6 +116,22 @@ def build_batch(
                 batch.engram[layer].scales[first:last] = found.scales
         first, logit = last, logit + row.logits
     return batch
+
+
+def _late_rows(rows: Sequence[RequestRows]) -> np.ndarray:
+    """int32[n]: batch rows at or after their request's `late_from`."""
+    kept, first = [np.zeros(0, np.int32)], 0
+    for row in rows:
+        count = len(row.token_ids)
+        skipped = min(max(row.late_from - row.start, 0), count)
+        if row.logits > count - skipped:
+            raise ValueError(
+                f"{row.logits} logit rows are wanted of a request whose last "
+                f"{count - skipped} rows alone reach the head (late_from {row.late_from})"
+            )
+        kept.append(np.arange(first + skipped, first + count, dtype=np.int32))
+        first += count
+    return np.concatenate(kept)
 
 
 def _empty_engram(

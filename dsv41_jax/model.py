@@ -11,7 +11,7 @@ from dsv41_jax.batch import ROW_TILE, TokenBatch
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import SharingError, layer_spec
 from dsv41_jax.layers.block import Block, LayerTrace, Stream
-from dsv41_jax.layers.cached_block import run_block
+from dsv41_jax.layers.cached_block import read_block, write_block
 from dsv41_jax.layers.embedding import Embedding, Head
 from dsv41_jax.layers.linear import RMSNorm
 from dsv41_jax.rowwise import map_rows
@@ -20,6 +20,7 @@ from dsv41_jax.state import StageState
 from pallas_kernels import hyper_connections
 
 Params = dict[str, Any]
+NOTHING_SHARED = SharedState()
 
 
 @jax.tree_util.register_dataclass
@@ -95,9 +96,13 @@ class Stage:
         state: StageState,
         batch: TokenBatch,
         stream: Stream | None = None,
-        shared: SharedState = SharedState(),
+        shared: SharedState = NOTHING_SHARED,
     ) -> StageResult:
         """Runs the stage on one batch.
+
+        The last KV source's layer, once its compressed rows are written, and all layers after
+        it run on the batch's late rows alone. Those are all rows, unless the batch asks for
+        bounded replay.
 
         Args:
           params: `layers_{i}`, and `embed` on the first stage, `norm` and `head` on the last.
@@ -111,21 +116,35 @@ class Stage:
             source, the layer and the stage's range.
         """
         stream = self.embed(params, batch) if self.is_first else stream
+        last_source = max(self.config.kv_source_layer_ids, default=self.layers.stop)
+        if self.layers.start > last_source:
+            batch = batch.late()
         main_hidden, traces = [], []
         for layer in self.layers:
-            block = self.block(layer)
+            block, layer_params = self.block(layer), params[f"layers_{layer}"]
             if block.spec.draft_target:
                 main_hidden.append(_mean_copies(stream, batch))
-            try:
-                stream, state, shared, trace = run_block(
-                    block, params[f"layers_{layer}"], stream, batch, state, shared
+            with jax.named_scope(f"layer_{layer}"):
+                written, groups, state, shared = write_block(
+                    block, layer_params, stream, batch, state, shared
                 )
-            except SharingError as error:
-                first, last = self.layers[0], self.layers[-1]
-                raise SharingError(f"stage of layers {first} to {last}: {error}") from None
-            traces.append(trace)
+                if layer == last_source:
+                    rows = jnp.maximum(batch.late_rows, 0)
+                    written = jax.tree.map(lambda a, rows=rows: a[rows], written)
+                    batch, shared = batch.late(), shared.take_rows(rows)
+                stream, shared, trace = self._read_block(
+                    block, layer_params, written, batch, state, shared
+                )
+            traces.append(dataclasses.replace(trace, **vars(groups) if groups else {}))
         head = self.head(params, stream, batch) if self.is_last else None
         return StageResult(stream, state, shared, head, tuple(main_hidden), tuple(traces))
+
+    def _read_block(self, block: Block, *arguments: Any) -> tuple[Stream, SharedState, LayerTrace]:
+        try:
+            return read_block(block, *arguments)
+        except SharingError as error:
+            first, last = self.layers[0], self.layers[-1]
+            raise SharingError(f"stage of layers {first} to {last}: {error}") from None
 
     def embed(self, params: Params, batch: TokenBatch) -> Stream:
         """The stream of a batch's tokens: equal copies, collapsed by the first alone."""

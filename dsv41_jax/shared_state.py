@@ -7,6 +7,8 @@ import jax
 
 from dsv41_jax.layer_plan import Kind, SharingError
 
+ROW_KINDS: tuple[Kind, ...] = ("index", "candidate")  # published per row of the batch
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +41,12 @@ class SharedState:
                 f"{source} and {consumer} in one stage, or turn on the relay for {kind}"
             )
         return published[source]
+
+    def take_rows(self, rows: jax.Array) -> "SharedState":
+        """The same publications for int32[T] rows of the batch; whole caches stay as they are."""
+        taken = {
+            kind: jax.tree.map(lambda a: a[rows], published)
+            for kind, published in self.entries.items()
+            if kind in ROW_KINDS
+        }
+        return SharedState({**self.entries, **taken})

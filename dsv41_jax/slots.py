@@ -45,8 +45,14 @@ def table_rows(table: jax.Array, requests: jax.Array) -> jax.Array:
     return jnp.where((requests >= 0)[:, None], rows, -1)
 
 
-def window_positions(positions: jax.Array, window: int) -> jax.Array:
-    """int32[T, window]: what each of int32[T] positions sees, ascending, unused slots -1 last."""
-    seen = jnp.minimum(positions + 1, window)[:, None]
+def window_positions(positions: jax.Array, earliest: jax.Array, window: int) -> jax.Array:
+    """int32[T, window]: what each position sees, ascending, unused slots -1 and last.
+
+    Args:
+      positions: int32[T].
+      earliest: int32[T], first position that may be seen.
+      window: positions seen at most, the own one included.
+    """
+    seen = jnp.minimum(positions + 1 - earliest, window)[:, None]
     steps = jnp.arange(window, dtype=jnp.int32)[None]
     return jnp.where(steps < seen, positions[:, None] + 1 - seen + steps, -1)

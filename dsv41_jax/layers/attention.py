@@ -45,6 +45,7 @@ class Attention(nn.Module):
     partition: Partition
 
     def setup(self) -> None:
+        """Declares the parts."""
         config, tensor = self.config, self.partition.tensor
         self.heads = config.num_attention_heads // tensor
         self.groups = config.o_groups // tensor

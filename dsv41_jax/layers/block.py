@@ -120,6 +120,7 @@ class Block(nn.Module):
     partition: Partition = WHOLE
 
     def setup(self) -> None:
+        """Declares the parts."""
         config = self.config
         self.attn = Attention(config, self.spec, self.partition)
         self.ffn = MoE(config, self.partition)
@@ -156,7 +157,7 @@ class Block(nn.Module):
             positions = page_size(config) // spec.ratio
             candidates = jnp.ones((1, -(-positions // config.candidate_block_size)), bool)
         pages = Pages(written.window, kv, index_k, rows[None], rows[None])
-        self.read(written, rows, rows, text, topk, candidates, pages)
+        self.read(written, rows, rows, rows, text, topk, candidates, pages)
 
     def write(
         self,
@@ -200,6 +201,7 @@ class Block(nn.Module):
         written: Written,
         positions: jax.Array,
         requests: jax.Array,
+        earliest: jax.Array,
         is_image: jax.Array,
         topk: jax.Array | None,
         candidates: jax.Array | None,
@@ -210,6 +212,7 @@ class Block(nn.Module):
         Args:
           written: the first half's result, [T, ...].
           positions, requests, is_image: as in `TokenBatch`, [T].
+          earliest: int32[T], first position that a row may read in its window.
           topk: int32[T, index_topk] of the index source, where that is another layer.
           candidates: bool[T, blocks] of the candidate source, where this layer is masked.
           pages: the caches, with this step's rows written.
@@ -221,7 +224,7 @@ class Block(nn.Module):
             index_score, topk, selected = self._index(
                 written.attn_in, qr, positions, requests, candidates, pages
             )
-        keys, valid = self._keys(positions, requests, topk, pages)
+        keys, valid = self._keys(positions, requests, earliest, topk, pages)
         attn_out = self.attn.attend(qr, positions, keys, valid)
         x = hyper_connections.expand(written.x, attn_out, *written.attn[1:])
 
@@ -265,12 +268,13 @@ class Block(nn.Module):
         self,
         positions: jax.Array,
         requests: jax.Array,
+        earliest: jax.Array,
         topk: jax.Array | None,
         pages: Pages,
     ) -> tuple[jax.Array, jax.Array]:
         """Keys float32[T, K, d] and bool[T, K]: window slots ascending, then compressed ones."""
         window, page = self.config.sliding_window, page_size(self.config)
-        visible = window_positions(positions, window)
+        visible = window_positions(positions, earliest, window)
         table = table_rows(pages.window_table, requests)
         where = slot(table, visible, page)
         keys, valid = unpack_window(gather(pages.window, where)), where >= 0

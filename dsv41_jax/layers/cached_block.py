@@ -1,5 +1,6 @@
-"""Runs a block on a flat token batch: the order of cache writes and reads."""
+"""Runs a block on a flat token batch: every row is written before any row reads."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,15 +15,28 @@ from dsv41_jax.slots import group_slots, slot, table_rows
 from dsv41_jax.state import OpenGroup, StageState
 
 
-def run_block(
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Packed rows of the group that each row of the batch would complete.
+
+    Attributes:
+      kv, index_k: PackedRows[T, ...].
+    """
+
+    kv: PackedRows
+    index_k: PackedRows
+
+
+def write_block(
     block: Block,
     params: Any,
     stream: Stream,
     batch: TokenBatch,
     state: StageState,
     shared: SharedState,
-) -> tuple[Stream, StageState, SharedState, LayerTrace]:
-    """One layer over the whole batch; every row is written before any row reads.
+) -> tuple[Written, Groups | None, StageState, SharedState]:
+    """First half of a layer over the whole batch: every row enters the caches.
 
     Args:
       block: the layer.
@@ -33,33 +47,45 @@ def run_block(
       shared: what earlier layers published in this step.
 
     Returns:
-      The stream, state and publications after the layer, and its trace.
+      What the second half needs, the compressed rows if the layer makes any, the caches, and
+      the publications.
+    """
+    layer = block.spec.layer
+    written = _write(block, params, stream, batch)
+    state = _store_window(block, written, batch, state)
+    groups = None
+    if block.spec.owns_kv:
+        state, groups = _compress(block, params, written, batch, state)
+        shared = shared.publish("kv", layer, state.kv[layer])
+        shared = shared.publish("index_k", layer, state.index_k[layer])
+    return written, groups, state, shared
+
+
+def read_block(
+    block: Block,
+    params: Any,
+    written: Written,
+    batch: TokenBatch,
+    state: StageState,
+    shared: SharedState,
+) -> tuple[Stream, SharedState, LayerTrace]:
+    """Second half of a layer: attention over the caches, then the experts.
+
+    Args:
+      block, params, batch, shared: as in `write_block`.
+      written: result of the first half, of the rows of `batch`.
+      state: caches with the step's rows written.
 
     Raises:
       SharingError: the layer reads something nobody published to this stage.
     """
-    spec = block.spec
-    scope = f"layer_{spec.layer}"
-    with jax.named_scope(scope):
-        written = _write(block, params, stream, batch)
-        state = _store_window(block, written, batch, state)
-        kv = index_k = None
-        if spec.owns_kv:
-            state, kv, index_k = _compress(block, params, written, batch, state)
-            shared = shared.publish("kv", spec.layer, state.kv[spec.layer])
-            shared = shared.publish("index_k", spec.layer, state.index_k[spec.layer])
-        stream, trace = _read(block, params, written, batch, state, shared)
-        if spec.owns_index:
-            shared = shared.publish("index", spec.layer, trace.topk)
-        if spec.publishes_candidates:
-            shared = shared.publish("candidate", spec.layer, trace.candidates)
-        return stream, state, shared, _with_groups(trace, kv, index_k)
-
-
-def _with_groups(
-    trace: LayerTrace, kv: PackedRows | None, index_k: PackedRows | None
-) -> LayerTrace:
-    return trace.__class__(**{**vars(trace), "kv": kv, "index_k": index_k})
+    layer = block.spec.layer
+    stream, trace = _read(block, params, written, batch, state, shared)
+    if block.spec.owns_index:
+        shared = shared.publish("index", layer, trace.topk)
+    if block.spec.publishes_candidates:
+        shared = shared.publish("candidate", layer, trace.candidates)
+    return stream, shared, trace
 
 
 def _write(block: Block, params: Any, stream: Stream, batch: TokenBatch) -> Written:
@@ -85,7 +111,7 @@ def _store_window(
 
 def _compress(
     block: Block, params: Any, written: Written, batch: TokenBatch, state: StageState
-) -> tuple[StageState, PackedRows, PackedRows]:
+) -> tuple[StageState, Groups]:
     """Closes the groups that end in this batch and keeps the rest open."""
     spec, config = block.spec, block.config
     layer, ratio = spec.layer, spec.ratio
@@ -109,7 +135,7 @@ def _compress(
     where = group_slots(table, batch.positions, ratio, page_size(config))
     state = _replace(state, "kv", layer, scatter(state.kv[layer], where, packed))
     state = _replace(state, "index_k", layer, scatter(state.index_k[layer], where, index_k))
-    return state, packed, index_k
+    return state, Groups(packed, index_k)
 
 
 def _whole_groups(
@@ -170,7 +196,16 @@ def _read(
     def read(rows: tuple) -> tuple[Stream, LayerTrace]:
         return block.apply({"params": params}, *rows, pages, method=Block.read)
 
-    rows = (written, batch.positions, batch.requests, batch.is_image, topk, candidates)
+    earliest = batch.window_from[jnp.maximum(batch.requests, 0)]
+    rows = (
+        written,
+        batch.positions,
+        batch.requests,
+        earliest,
+        batch.is_image,
+        topk,
+        candidates,
+    )
     return map_rows(read, rows, batch.num_tokens)
 
 

@@ -19,6 +19,7 @@ class Compressor(nn.Module):
     ratio: int
 
     def setup(self) -> None:
+        """Declares the parts."""
         self.wkv = Linear(self.config.head_dim)
         if self.ratio > 1:
             self.wgate = Linear(self.config.head_dim)

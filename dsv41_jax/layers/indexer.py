@@ -24,6 +24,7 @@ class Indexer(nn.Module):
     spec: LayerSpec
 
     def setup(self) -> None:
+        """Declares the parts."""
         config = self.config
         self.wq_b = QuantizedLinear(config.index_n_heads * config.index_head_dim)
         self.weights_proj = Linear(config.index_n_heads)

@@ -123,6 +123,7 @@ class MoE(nn.Module):
     partition: Partition
 
     def setup(self) -> None:
+        """Declares the parts."""
         self.gate = Gate(self.config)
         self.experts = Experts(self.config, self.partition)
         self.shared_experts = SharedExpert(self.config, self.partition)
