@@ -14,16 +14,22 @@ from dsv41_jax.verify.measure import (
     pool,
 )
 from dsv41_jax.verify.tolerances import CLEAR_MARGIN, GREEDY, MULTI, RUN, Limits
-from dsv41_jax.verify.vectors import Vectors
+from dsv41_jax.verify.vectors import VectorError, Vectors
 
 RUN_CASES = ("text", "short")
 
 
 def check_multi(forward: Forward, vectors: Vectors) -> Iterator[Measure]:
-    """Independent short prompts, each in one go."""
+    """Independent short prompts, each in one go.
+
+    Raises:
+      VectorError: an array is missing or misshapen.
+    """
     prompts = vectors.token_ids("input_ids", forward.config.vocab_size)
-    rows = []
-    for index, (prompt, want) in enumerate(zip(prompts, vectors["logits"], strict=False)):
+    wanted, rows = vectors["logits"], []
+    if len(prompts) != len(wanted):
+        raise VectorError(f"logits of {len(wanted)} prompts are recorded, but {len(prompts)} ids")
+    for index, (prompt, want) in enumerate(zip(prompts, wanted, strict=True)):
         run = forward.run(prompt, len(prompt))
         rows.append(compare_logits(f"logits[{index}]", run.phases["prefill"].head["logits"], want))
     yield from judge("multi", "prefill", "logits", {None: pool(rows)}, MULTI)
@@ -65,7 +71,7 @@ def check_greedy(forward: Forward, vectors: Vectors) -> Iterator[Measure]:
         got.append(run.phases["decode"].head["logits"])
     rows = compare_logits("logits", np.concatenate(got), vectors["logits"])
     yield from judge("greedy", "decode", "logits", {None: rows}, RUN["decode"])
-    clear = vectors["margin"] > CLEAR_MARGIN
+    clear = vectors["margin"] > CLEAR_MARGIN if "margin" in vectors else np.zeros(0, bool)
     if clear.any():
         chosen = Rows(equal=rows.equal[clear], overlap=rows.overlap[clear])
         yield from judge("greedy", "decode", "argmax", {None: chosen}, GREEDY)
