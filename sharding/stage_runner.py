@@ -122,22 +122,23 @@ class StageRunner:
         self.engram = engram
         self.program = stage_program(step, mesh, specs)
 
-    def init_state(self, *, window_pages: int, global_pages: int, slots: int) -> StageState:
-        """Zeroed caches of the stage's layers and replicas, on every device of the stage."""
-        stage, replicas = self.step.stage, self.step.contents.replicas
+    def make_state(self, *, window_pages: int, global_pages: int, slots: int) -> StageState:
+        """Zeroed caches of the stage's layers and replicas, wherever JAX puts them."""
+        stage = self.step.stage
+        state = init_state(
+            stage.config,
+            stage.layers,
+            window_pages=window_pages,
+            global_pages=global_pages,
+            slots=slots,
+        )
+        replicas = self.step.contents.replicas
+        return add_replicas(stage.config, state, replicas, global_pages=global_pages)
 
-        @functools.partial(jax.jit, out_shardings=replicated(self.mesh))
-        def make() -> StageState:
-            state = init_state(
-                stage.config,
-                stage.layers,
-                window_pages=window_pages,
-                global_pages=global_pages,
-                slots=slots,
-            )
-            return add_replicas(stage.config, state, replicas, global_pages=global_pages)
-
-        return make()
+    def init_state(self, **pools: int) -> StageState:
+        """Zeroed caches on every device of the stage; see `make_state`."""
+        make = functools.partial(self.make_state, **pools)
+        return jax.jit(make, out_shardings=replicated(self.mesh))()
 
     def batch(self, rows: Sequence[RequestRows], bucket: Bucket) -> TokenBatch:
         """A microbatch with the Engram rows of this stage's layers."""

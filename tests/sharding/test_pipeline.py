@@ -1,0 +1,85 @@
+"""Stages on their own devices against one program, and how they are dispatched."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny_pipeline import LEGAL, LENGTH
+
+import dsv41_jax
+from dsv41_jax.generate import columns_for, request_rows, window_ring
+from dsv41_jax.host_batch import round_rows
+from sharding import stage_runner
+from sharding.stage_runner import Bucket
+
+
+def test_legal_stages_give_the_logits_of_one_program(logits_of, whole):
+    np.testing.assert_array_equal(logits_of(LEGAL), whole)
+
+
+@pytest.mark.parametrize(("chunk", "microbatches"), [(1, 1), (2, 2), (3, 3), (5, 4), (48, 4)])
+def test_logits_do_not_depend_on_chunks_and_microbatches(logits_of, whole, chunk, microbatches):
+    cut = logits_of(LEGAL, chunk=chunk, microbatches=microbatches)
+    np.testing.assert_array_equal(cut, whole)
+
+
+def test_stages_on_one_device_give_the_bits_of_stages_on_their_own(logits_of):
+    apart = logits_of(LEGAL, microbatches=2)
+    np.testing.assert_array_equal(logits_of(LEGAL, shared_device=True, microbatches=3), apart)
+
+
+def test_score_and_generate_agree_with_one_device(pipeline_of, tiny, token_ids):
+    pipeline = pipeline_of(LEGAL)
+    prompt = token_ids[:20].tolist()
+    model = dsv41_jax.load(tiny, progress=False)
+    new = pipeline.generate(prompt, max_new_tokens=4)
+    assert new == dsv41_jax.generate(model, prompt, max_new_tokens=4)
+    scores = pipeline.score([*prompt, *new])
+    np.testing.assert_array_equal(scores[-len(new) - 1 : -1].argmax(-1), new)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "token_ids is empty"),
+        (([832],), "token id 832 is outside the vocabulary 0..831"),
+        (([1], 0), "chunk_size is 0"),
+    ],
+)
+def test_wrong_requests_are_refused_in_one_sentence(pipeline_of, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline_of(LEGAL).score(*arguments)
+
+
+def test_all_microbatches_are_dispatched_before_the_first_is_done(
+    pipeline_of, token_ids, monkeypatch
+):
+    pipeline = dataclasses.replace(pipeline_of(LEGAL), microbatches=4)
+    config, pages = pipeline.config, columns_for(pipeline.config, LENGTH)
+    bucket = Bucket(tokens=round_rows(LENGTH), requests=1, columns=pages, logit_rows=LENGTH)
+    pools = dict(window_pages=window_ring(config, LENGTH), global_pages=pages, slots=1)
+    row = request_rows(config, token_ids.tolist(), 0, LENGTH, LENGTH)
+    pipeline.step(pipeline.init_state(**pools), [row], bucket, None)  # compiles
+    order = []
+    dispatch = stage_runner.StageRunner.dispatch
+
+    def noted(stage, *arguments):
+        order.append(stage.step.contents.stage)
+        return dispatch(stage, *arguments)
+
+    monkeypatch.setattr(stage_runner.StageRunner, "dispatch", noted)
+    states = jax.block_until_ready(pipeline.init_state(**pools))
+    results, states = pipeline.step(states, [row], bucket, None)
+    ready = results[0].value.is_ready()
+    assert order == [0, 1, 2] * 4
+    assert len(results) == 4
+    assert not ready
+    jax.block_until_ready((results[-1].value, states))
+
+
+def test_a_bucket_is_compiled_once_per_stage(pipeline_of, logits_of):
+    logits_of(LEGAL, chunk=2, microbatches=2)
+    before = [stage.program._cache_size() for stage in pipeline_of(LEGAL).stages]
+    logits_of(LEGAL, chunk=9, microbatches=3)
+    assert [stage.program._cache_size() for stage in pipeline_of(LEGAL).stages] == before
