@@ -27,6 +27,8 @@ from serving.sequence import Finish, Sequence
 from sharding.cache_sizes import CacheSizes, cache_bytes, plan_cache
 from sharding.limits import EngineLimits, engine_limits
 
+_MAX_IN_FLIGHT = 2  # steps: one runs, one waits for it
+
 
 class StepHandle(Protocol):
     """A step that was dispatched."""
@@ -99,7 +101,8 @@ class Engine:
     """Serves requests over one runner; not thread-safe.
 
     A step's tokens are known before the next step is scheduled, and their text is made while
-    the next step runs.
+    the next step runs. Behind a step that samples nothing, as inside a long prompt, the next is
+    prepared and dispatched at once.
     """
 
     def __init__(
@@ -213,15 +216,22 @@ class Engine:
         self._cache.forget_all()
 
     def step(self) -> list[RequestOutput]:
-        """Collects the step in flight, dispatches the next, and returns the collected tokens."""
-        tokens = self._collect(*self._in_flight.popleft()) if self._in_flight else []
+        """Collects what the next step needs, dispatches it, and returns the collected tokens."""
+        tokens = []
+        while len(self._in_flight) == _MAX_IN_FLIGHT or self._awaits_tokens():
+            tokens += self._collect(*self._in_flight.popleft())
         plan = self._scheduler.schedule()
         self._preemptions += len(plan.preempted)
         if plan.rows:
             self._steps += 1
             self._step_tokens[sum(len(rows.token_ids) for rows in plan.rows)] += 1
             self._in_flight.append((plan, self._submit(plan)))
+        elif self._in_flight:
+            tokens += self._collect(*self._in_flight.popleft())
         return [self._output(new) for new in tokens]
+
+    def _awaits_tokens(self) -> bool:
+        return any(rows.samples for plan, _ in self._in_flight for rows in plan.rows)
 
     def stats(self) -> EngineStats:
         """A snapshot; safe to take from another thread."""

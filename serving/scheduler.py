@@ -262,7 +262,7 @@ class _Budget:
     def rows(self, sequence: Sequence) -> int:
         """How many rows `sequence` may compute next.
 
-        None while its next token is on its way: after a preemption the rows computed again must
+        No row while its next token is on its way: after a preemption the rows computed again must
         end with that token.
         """
         if sequence.awaits_token:

@@ -302,6 +302,41 @@ def test_every_step_is_dispatched_before_the_texts_of_the_last_are_returned():
     assert counts == [(1, 2), (1, 3), (1, 3)]
 
 
+def test_the_next_part_of_a_prompt_is_dispatched_before_the_last_is_collected():
+    engine = make_engine()
+    waiting = []
+
+    class Step:
+        def __init__(self, step):
+            self.step = step
+            waiting.append(self)
+
+        def result(self):
+            waiting.remove(self)
+            return self.step.result()
+
+    submit = engine._runner.submit
+    engine._runner.submit = lambda rows, sampling: Step(submit(rows, sampling))
+    engine.add_request(toy_request("a", range(3, 63), max_tokens=3, prompt_logprobs=0))
+    counts, outputs = [], []
+    while engine.has_work:
+        outputs += engine.step()
+        counts.append(len(waiting))
+    assert counts == [1, 2, 2, 2, 1, 1, 0]
+    alone = serve(toy_request("a", range(3, 63), max_tokens=3, prompt_logprobs=0))
+    assert outputs == alone
+
+
+def test_an_abort_with_two_parts_of_a_prompt_under_way_ends_cleanly():
+    engine = make_engine()
+    engine.add_request(toy_request("a", range(3, 63)))
+    engine.step()
+    engine.step()
+    engine.abort("a")
+    assert engine.step() == [] and engine.step() == []
+    assert not engine.has_work and engine.stats().kv_cache_usage == 0
+
+
 def test_steps_in_one_array_hold_prefill_and_decode_rows():
     engine = make_engine()
     run_all(engine, [toy_request("a", [5]), toy_request("b", range(3, 43), max_tokens=2)])
