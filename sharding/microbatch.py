@@ -35,7 +35,9 @@ def num_logits(rows: Sequence[RequestRows]) -> int:
 def sampling_rows(sampling: SamplingBatch, start: int, logit_rows: int) -> SamplingBatch:
     """`logit_rows` rows from row `start` on; past the end the last one again, as padding."""
     where = start + np.arange(logit_rows)
-    return jax.tree.map(lambda a: np.take(a, where, axis=0, mode="clip"), sampling)
+    rows = dataclasses.replace(sampling, changes=None)  # a table of its own, not per row
+    rows = jax.tree.map(lambda a: np.take(a, where, axis=0, mode="clip"), rows)
+    return dataclasses.replace(rows, changes=sampling.changes)
 
 
 def join_sampled(parts: Sequence[Sampled], counts: Sequence[int], logit_rows: int) -> Sampled:

@@ -15,6 +15,7 @@ from dsv41_jax.generate import (
     columns_for,
     decode_loop,
     prompt_chunks,
+    replay_start,
     window_ring,
 )
 from dsv41_jax.hf_config import load_config
@@ -124,6 +125,7 @@ class Pipeline:
         max_new_tokens: int,
         temperature: float = 0.0,
         seed: int = 0,
+        decoder_replay: bool = False,
     ) -> list[int]:
         """Continues a prompt; see `dsv41_jax.generate.generate`."""
         chunk = check_request(self.config, token_ids, max_new_tokens, None)
@@ -145,6 +147,7 @@ class Pipeline:
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
+            late_from=replay_start(self.config, len(token_ids)) if decoder_replay else 0,
         )
 
     def _request_state(self, tokens: int, chunk: int) -> States:

@@ -12,7 +12,7 @@ from dsv41_jax.layer_plan import Kind, layer_spec
 from dsv41_jax.layers.block import Stream
 from dsv41_jax.model import Stage, StageResult
 from dsv41_jax.quantization.rows import PackedRows, scatter
-from dsv41_jax.shared_state import SharedState
+from dsv41_jax.shared_state import ROW_KINDS, SharedState
 from dsv41_jax.slots import group_slots, table_rows
 from dsv41_jax.state import StageState, init_state
 from sharding.dependencies import RelayItem
@@ -51,18 +51,15 @@ def send(
     traces = dict(zip(stage.layers, result.traces, strict=True))
     bundle = Bundle(result.stream, {}, {}, {}, {})
     for item in items:
-        carried = getattr(bundle, item.kind)
-        if item.source not in traces:
-            carried[item.source] = getattr(received, item.kind)[item.source]
-        elif item.kind in ("kv", "index_k"):
-            carried[item.source] = getattr(traces[item.source], item.kind)
+        carried, source = getattr(bundle, item.kind), item.source
+        if item.kind in ROW_KINDS:
+            value = result.shared.read(item.kind, source, stage.layers[-1])
+            if item.kind == "candidate":
+                value = kept_blocks(value, stage.config.candidate_topk_blocks)
+            carried[source] = value
         else:
-            value = result.shared.read(item.kind, item.source, item.source)
-            carried[item.source] = (
-                kept_blocks(value, stage.config.candidate_topk_blocks)
-                if item.kind == "candidate"
-                else value
-            )
+            written = getattr(traces[source], item.kind) if source in traces else None
+            carried[source] = written or getattr(received, item.kind)[source]
     return bundle
 
 

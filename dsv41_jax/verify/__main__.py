@@ -1,17 +1,15 @@
 """`python -m dsv41_jax.verify DIR`: a checkpoint directory against the vectors it carries."""
 
 import argparse
-import json
 import pathlib
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from dsv41_jax.checkpoint import CheckpointError
 from dsv41_jax.config import ConfigError
 from dsv41_jax.verify.cases import CASES, IN_DIRECTORY, recorded_cases, run_cases
-from dsv41_jax.verify.measure import Measure
-from dsv41_jax.verify.report import heading, table
+from dsv41_jax.verify.report import show
 from dsv41_jax.verify.vectors import Directory, VectorError
 
 FINE, FELL_SHORT, REFUSED = 0, 1, 3
@@ -49,19 +47,6 @@ def _say(text: str) -> None:
     print(f"verify: {text}", file=sys.stderr, flush=True)
 
 
-def _print(measures: Iterator[Measure], *, as_json: bool) -> bool:
-    """Prints measures as they come; returns whether all are kept."""
-    ok = True
-    if not as_json:
-        print(heading(), flush=True)
-    for measure in measures:
-        ok = ok and measure.ok
-        lines = [json.dumps(measure.json())] if as_json else table([measure])
-        for text in lines:
-            print(text, flush=True)
-    return ok
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 if all is within tolerance, 1 if not, 3 if it cannot run."""
     options = _parser().parse_args(arguments)
@@ -76,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.directory.is_dir():
             raise VectorError(f"{options.directory} is not a directory")
         cases = options.only or recorded_cases(directory)
-        ok = _print(run_cases(directory, cases, options.tier, _say), as_json=options.json)
+        ok = show(run_cases(directory, cases, options.tier, _say), as_json=options.json)
     except (VectorError, ConfigError, CheckpointError) as error:
         _say(str(error))
         return REFUSED

@@ -80,6 +80,50 @@ def _head_arrays(head: HeadResult | None, main_hidden: list[jax.Array]) -> dict[
     return arrays | ({"main_hidden": jnp.concatenate(main_hidden, -1)} if main_hidden else {})
 
 
+def trace_layers(
+    stage: Stage,
+    params: Params,
+    state: StageState,
+    batch: TokenBatch,
+    stream: Stream | None,
+    shared: SharedState,
+    recorded: tuple[Stream, ...],
+    given: jax.Array,
+) -> tuple[dict[int, dict[str, jax.Array]], dict[str, jax.Array], StageResult]:
+    """Runs the layers of a stage one by one, each on the recorded stream where there is one.
+
+    Args:
+      stage: the layers.
+      params, state, batch: as for `Stage`.
+      stream: what enters the first layer if nothing is recorded; None if it is recorded.
+      shared: publications of stages before.
+      recorded: input of every layer.
+      given: bool[layers], which of them count.
+
+    Returns:
+      What each layer computed, the head's arrays, and the result of the whole stage.
+    """
+    arrays, main_hidden, traces = {}, [], []
+    result: StageResult | None = None
+    for index, layer in enumerate(stage.layers):
+        if stream is None:
+            stream = recorded[index] if layer else None
+        else:
+            stream = jax.tree.map(
+                lambda own, other, i=index: jnp.where(given[i], other, own),
+                stream,
+                recorded[index],
+            )
+        single = dataclasses.replace(stage, layers=range(layer, layer + 1))
+        result = single(params, state, batch, stream, shared)
+        stream, state, shared = result.stream, result.state, result.shared
+        main_hidden += result.main_hidden
+        traces += result.traces
+        arrays[layer] = _layer_arrays(result.traces[0], stream)
+    whole = dataclasses.replace(result, main_hidden=tuple(main_hidden), traces=tuple(traces))
+    return arrays, _head_arrays(result.head, main_hidden), whole
+
+
 class Forward:
     """Layers of a model, one stage each, as one program for all sequences and steps.
 
@@ -120,24 +164,22 @@ class Forward:
         recorded: tuple[Stream, ...],
         given: jax.Array,
     ) -> tuple[dict[int, dict[str, jax.Array]], dict[str, jax.Array], StageState]:
-        stream: Stream | None = None
-        shared, main_hidden, layers = SharedState(), [], {}
-        result: StageResult | None = None
-        for index, layer in enumerate(self.layers):
-            if stream is None:
-                stream = recorded[index] if layer else None
-            else:
-                stream = jax.tree.map(
-                    lambda own, other, i=index: jnp.where(given[i], other, own),
-                    stream,
-                    recorded[index],
-                )
-            stage = Stage(self.config, range(layer, layer + 1))
-            result = stage(params, state, batch, stream, shared)
-            stream, state, shared = result.stream, result.state, result.shared
-            main_hidden += result.main_hidden
-            layers[layer] = _layer_arrays(result.traces[0], stream)
-        return layers, _head_arrays(result.head, main_hidden), state
+        layers, head, result = trace_layers(
+            Stage(self.config, self.layers),
+            params,
+            state,
+            batch,
+            None,
+            SharedState(),
+            recorded,
+            given,
+        )
+        return layers, head, result.state
+
+    def _init_state(self) -> StageState:
+        return init_state(
+            self.config, self.layers, window_pages=self._pages, global_pages=self._pages, slots=1
+        )
 
     def run(self, token_ids: np.ndarray, prefill_len: int, recorded: Recorded | None = None) -> Run:
         """Prefill of a prompt, then a step for each further token.
@@ -148,9 +190,7 @@ class Forward:
           recorded: looks up `x_out` and `pre_out` of a phase and layer, None where it was not
             recorded; without it the model runs freely.
         """
-        state = init_state(
-            self.config, self.layers, window_pages=self._pages, global_pages=self._pages, slots=1
-        )
+        state = self._init_state()
         steps = [
             ("prefill", first, min(first + CHUNK, prefill_len))
             for first in range(0, prefill_len, CHUNK)

@@ -1,5 +1,6 @@
 """The table of measures, and the exit status they add up to."""
 
+import json
 from collections.abc import Iterable, Iterator
 
 from dsv41_jax.verify.measure import Figure, Limit, Measure, keeps
@@ -67,3 +68,16 @@ def table(measures: Iterable[Measure]) -> Iterator[str]:
     for measure in measures:
         if measure.layer is None or not measure.ok:
             yield line(measure)
+
+
+def show(measures: Iterable[Measure], *, as_json: bool) -> bool:
+    """Prints measures as they come, a table or one JSON object a line; returns whether all hold."""
+    ok = True
+    if not as_json:
+        print(heading(), flush=True)
+    for measure in measures:
+        ok = ok and measure.ok
+        lines = [json.dumps(measure.json())] if as_json else table([measure])
+        for text in lines:
+            print(text, flush=True)
+    return ok

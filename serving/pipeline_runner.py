@@ -1,0 +1,93 @@
+"""Steps of a model that is spread over pipeline stages."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from dsv41_jax.host_batch import RequestRows
+from dsv41_jax.sampling import Sampled, SamplingBatch
+from serving.batch_builder import empty_sampling
+from sharding.cache_sizes import CacheSizes
+from sharding.limits import EngineLimits
+from sharding.microbatch import cut_rows, join_sampled, microbatch_tokens
+from sharding.pipeline import MicrobatchResult, Pipeline
+from sharding.stage_runner import Bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineStep:
+    """A dispatched step; the microbatches' tokens arrive one after the other."""
+
+    parts: tuple[MicrobatchResult, ...]
+    logit_rows: int
+
+    def result(self) -> Sampled:
+        """Waits for the step; numpy arrays."""
+        sampled = [jax.device_get(part.value) for part in self.parts]
+        return join_sampled(sampled, [part.num_logits for part in self.parts], self.logit_rows)
+
+
+class PipelineRunner:
+    """Runs the stages of a pipeline; see `serving.engine.StepRunner` for the attributes."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        limits: EngineLimits,
+        cache_sizes: CacheSizes,
+        token_buckets: tuple[int, ...],
+    ) -> None:
+        """
+        Args:
+          pipeline: loaded stages.
+          limits: sizes of a step.
+          cache_sizes: pages and slots to allocate, on every stage for its own layers.
+          token_buckets: T of whole steps, ascending; the last holds max_num_batched_tokens.
+        """
+        config = pipeline.config
+        self.limits = limits
+        self.cache_sizes = cache_sizes
+        self.vocab_size = config.vocab_size
+        self.eos_token_id = config.eos_token_id
+        self.look_back = config.engram.max_ngram_size - 1 if config.engram else 0
+        self._pipeline = pipeline
+        self._states = pipeline.init_state(**dataclasses.asdict(cache_sizes))
+        tokens = {microbatch_tokens(tokens, pipeline.microbatches) for tokens in token_buckets}
+        self._buckets = [
+            Bucket(
+                tokens=size,
+                requests=limits.max_num_seqs,
+                columns=limits.columns,
+                logit_rows=min(size, limits.logit_rows),
+            )
+            for size in sorted(tokens)
+        ]
+
+    def compile_all(self) -> None:
+        """Runs a step without tokens in every bucket; `submit` never compiles."""
+        sampling = empty_sampling(self.limits, self.vocab_size)
+        for bucket in self._buckets:
+            results, self._states = self._pipeline.step(self._states, (), bucket, sampling)
+            jax.block_until_ready(results[-1].value)
+
+    def submit(self, rows: Sequence[RequestRows], sampling: SamplingBatch) -> PipelineStep:
+        """Dispatches one step and starts to copy its small results to the host.
+
+        Args:
+          rows: the requests' shares; together they fit `limits`.
+          sampling: of L logit rows, in the order of `rows`.
+
+        Raises:
+          ValueError: the rows do not fit the largest bucket.
+        """
+        largest = max(
+            sum(len(row.token_ids) for row in part)
+            for part in cut_rows(rows, self._pipeline.microbatches)
+        )
+        bucket = next((b for b in self._buckets if largest <= b.tokens), self._buckets[-1])
+        results, self._states = self._pipeline.step(self._states, rows, bucket, sampling)
+        for leaf in jax.tree.leaves([part.value for part in results]):
+            leaf.copy_to_host_async()
+        return PipelineStep(tuple(results), self.limits.logit_rows)
