@@ -2,10 +2,13 @@
 
 import argparse
 import dataclasses
+import re
 
 from dsv41_jax.config import ModelConfig
 from sharding.stage_plan import StagePlan, build_stage_plan
 from sharding.tensor_plan import TensorPlan, plan_tensor_parallel
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,17 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return number
+
+
+def byte_size(text: str) -> int:
+    """Bytes, from text such as "4G" or "512M" (powers of two) or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text)
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: give bytes, or a number with K, M or G such as 512M"
+        )
+    return size
 
 
 def layer_counts(text: str) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """`python -m sharding.plan`: stages of a model, what they own, and whether they may be cut so.
 
 Reads a configuration only: no weights, no accelerator, no device buffer. Exit status 0 when the
-partition is fine, 2 for wrong usage, 3 when the partition or the configuration is refused.
+partition is fine, 2 for wrong usage, 3 when the partition or the configuration is refused, 4 when
+it does not fit the devices.
 """
 
 import argparse
@@ -13,13 +14,20 @@ from collections.abc import Sequence
 
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.hf_config import load_config
-from sharding.options import PartitionOptions, add_partition_options, partition_options
+from sharding.fit import DEVICE_KINDS, Workload, fit_facts, memory_facts, parse_devices
+from sharding.options import (
+    PartitionOptions,
+    add_partition_options,
+    byte_size,
+    partition_options,
+    positive,
+)
 from sharding.picture import draw
 from sharding.report import Facts, plan_facts, plan_text, refusal_facts
 from sharding.stage_plan import PartitionError, StagePlan, lay_out, ranges_of
 from sharding.tensor_plan import TensorPlan
 
-FINE, REFUSED = 0, 3
+FINE, REFUSED, TOO_LARGE = 0, 3, 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     options = partition_options(parser, args)
+    if args.max_num_batched_tokens < args.max_num_seqs:
+        parser.error(
+            f"--max-num-batched-tokens {args.max_num_batched_tokens} is below --max-num-seqs "
+            f"{args.max_num_seqs}: a step holds a token of every running request"
+        )
     try:
         config = load_config(args.model)
     except ConfigError as error:
@@ -46,7 +59,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as problem:
             parser.error(f"--picture {args.picture} cannot be written: {problem.strerror}")
     facts = plan_facts(config, plan, options, tensor, error=error)
+    if tensor is not None:
+        facts |= _memory(parser, args, _workload(args, config, plan, tensor, options))
     return _finish({"model": args.model, **facts}, as_json=args.json)
+
+
+def _workload(
+    args: argparse.Namespace,
+    config: ModelConfig,
+    plan: StagePlan,
+    tensor: TensorPlan,
+    options: PartitionOptions,
+) -> Workload:
+    return Workload(
+        config=config,
+        plan=plan,
+        tensor=tensor,
+        microbatches=options.microbatches(plan),
+        max_model_len=min(args.max_model_len, config.max_position_embeddings),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+    )
+
+
+def _memory(parser: argparse.ArgumentParser, args: argparse.Namespace, workload: Workload) -> Facts:
+    """The facts of memory and fit; a budget that holds no request does not fit."""
+    kind, count = None, workload.devices
+    if args.devices is not None:
+        try:
+            count, kind = parse_devices(args.devices, workload.devices)
+        except ValueError as error:
+            parser.error(f"--devices {error}")
+    try:
+        memory = memory_facts(workload)
+    except ConfigError as error:
+        return {"fit": {"fits": False, "error": str(error)}}
+    if kind is None:
+        return {"memory": memory}
+    return {"memory": memory, "fit": fit_facts(workload, kind, count)}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,6 +113,26 @@ def _parser() -> argparse.ArgumentParser:
         help="checkpoint directory, or 'released' for the published configuration",
     )
     add_partition_options(parser)
+    sizes = parser.add_argument_group("memory")
+    sizes.add_argument(
+        "--devices",
+        metavar="4xh100-80",
+        help=f"whether it fits them; kinds: {', '.join(DEVICE_KINDS)}",
+    )
+    sizes.add_argument(
+        "--kv-cache-memory-bytes",
+        type=byte_size,
+        metavar="N",
+        help="for the caches of a device, such as 4G; what the sizes below need if left out",
+    )
+    for name, default, what in (
+        ("--max-model-len", 4096, "tokens of a request"),
+        ("--max-num-seqs", 16, "requests that run at once"),
+        ("--max-num-batched-tokens", 256, "tokens of a step"),
+    ):
+        sizes.add_argument(
+            name, type=positive, default=default, metavar="N", help=f"{what}; %(default)s"
+        )
     parser.add_argument(
         "--picture", type=pathlib.Path, metavar="FILE.svg", help="draw layers, stages and sharing"
     )
@@ -101,8 +172,12 @@ def _finish(facts: Facts, *, as_json: bool) -> int:
         print(json.dumps(facts, indent=1))
     elif "stages" in facts:
         print(plan_text(facts))
-    if facts["legal"]:
+    if facts["legal"] and facts.get("fit", {"fits": True})["fits"]:
         return FINE
+    if facts["legal"]:
+        if not as_json:
+            print(f"does not fit: {facts['fit']['error']}", file=sys.stderr)
+        return TOO_LARGE
     if not as_json:
         print(f"refused: {facts['error']}", file=sys.stderr)
     return REFUSED

@@ -5,6 +5,7 @@ from typing import Any
 
 from dsv41_jax.config import ModelConfig
 from sharding.dependencies import Dependency, legal_cuts
+from sharding.fit import fit_text, memory_text
 from sharding.options import PartitionOptions
 from sharding.stage_plan import StageContents, StagePlan, nearest_legal, ranges_of
 from sharding.tensor_plan import TensorPlan
@@ -151,6 +152,10 @@ def plan_text(facts: Facts) -> str:
         lines += ["", "Boundaries (bytes per token of a step)"]
         lines += [_boundary_text(boundary) for boundary in facts["boundaries"]]
     lines += ["", *_balance_text(facts)]
+    if "memory" in facts:
+        lines += ["", *memory_text(facts["memory"])]
+    if "device" in facts.get("fit", {}):
+        lines += fit_text(facts["fit"])
     if facts["nearest_legal"]:
         lines += ["", f"Legal cuts: before layer {_join(facts['legal_cuts'])}"]
         lines.append("Nearest legal partitions")

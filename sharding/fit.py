@@ -1,0 +1,314 @@
+"""Whether a plan fits its devices, and the largest batch and context that would."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dsv41_jax.config import ConfigError, ModelConfig
+from sharding.limits import EngineLimits, engine_limits
+from sharding.memory import HostBytes, StageBytes, host_bytes, stage_bytes
+from sharding.stage_plan import StagePlan
+from sharding.tensor_plan import TensorPlan
+
+GIB = 2**30
+_RESERVED = 2.05  # GiB of a device that the context and the collectives take
+_MOST_REQUESTS = 4096
+_NAMED = 3  # components that a refusal names
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceKind:
+    """A kind of accelerator.
+
+    Attributes:
+      name: as in `--devices`.
+      usable: bytes that arrays can take.
+    """
+
+    name: str
+    usable: int
+
+
+# What the driver reports, less the reserve.
+DEVICE_KINDS = {
+    kind.name: kind
+    for kind in (
+        DeviceKind("h100-80", int((79.65 - _RESERVED) * GIB)),
+        DeviceKind("h200-141", int((140.40 - _RESERVED) * GIB)),
+        DeviceKind("b200-192", int((179.06 - _RESERVED) * GIB)),
+    )
+}
+
+
+class FitError(Exception):
+    """A plan that does not fit its devices; says what is missing and what takes most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A plan with the sizes it is to serve.
+
+    Attributes:
+      config, plan, tensor: the model and how it is spread.
+      microbatches: parts that a step is cut into.
+      max_model_len, max_num_seqs, max_num_batched_tokens: see `EngineLimits`.
+      kv_cache_memory_bytes: for the caches of one device; None for what the sizes need at most.
+    """
+
+    config: ModelConfig
+    plan: StagePlan
+    tensor: TensorPlan
+    microbatches: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int | None = None
+
+    @property
+    def devices(self) -> int:
+        """Devices of all stages."""
+        return len(self.plan.stages) * self.tensor.devices
+
+    def limits(self) -> EngineLimits:
+        """The engine's sizes; raises ConfigError where they are out of range."""
+        return engine_limits(
+            self.config,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def stages(self) -> tuple[StageBytes, ...]:
+        """Bytes of one device by stage; ConfigError where the budget is too small."""
+        return stage_bytes(
+            self.config,
+            self.plan,
+            self.tensor,
+            self.limits(),
+            microbatches=self.microbatches,
+            budget=self.kv_cache_memory_bytes,
+        )
+
+    def host(self) -> HostBytes:
+        """Bytes of the hosts."""
+        return host_bytes(self.config, self.plan)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Largest:
+    """How far one size can grow while the others stay; 0 where nothing fits."""
+
+    max_num_seqs: int
+    max_model_len: int
+
+
+def check_fit(workload: Workload, usable: int, device: str) -> tuple[StageBytes, ...]:
+    """Bytes by stage, if every device can hold its share.
+
+    Args:
+      workload: what is to be held.
+      usable: bytes of one device.
+      device: what to call it.
+
+    Raises:
+      FitError: the first stage that is too large by the most, and its largest components.
+      ConfigError: sizes out of range, or a budget below one request.
+    """
+    stages = workload.stages()
+    worst = max(range(len(stages)), key=lambda i: stages[i].total)
+    held = stages[worst]
+    if held.total <= usable:
+        return stages
+    parts = sorted(component_bytes(held).items(), key=lambda item: -item[1])
+    named = ", ".join(f"{name} {gib(size)}" for name, size in parts[:_NAMED])
+    raise FitError(
+        f"stage {worst} needs {gib(held.total)} on each device, but a {device} has {gib(usable)} "
+        f"for arrays: {gib(held.total - usable)} short. The largest: {named}. "
+        f"{_way_out(workload)}"
+    )
+
+
+def _way_out(workload: Workload) -> str:
+    fitting = [name for name, kind in DEVICE_KINDS.items() if fits(workload, kind.usable)]
+    kinds = f"It fits {' and '.join(fitting)}" if fitting else "No known device holds it"
+    return f"{kinds}; or raise --tensor-parallel-size, or use more even stages"
+
+
+def fits(workload: Workload, usable: int) -> bool:
+    """Whether every device can hold its share; sizes out of range do not fit."""
+    try:
+        return all(stage.total <= usable for stage in workload.stages())
+    except ConfigError:
+        return False
+
+
+def largest(workload: Workload, usable: int) -> Largest:
+    """The largest batch at the given context, and the largest context at the given batch.
+
+    Every request can then reach the full context at the same time, within the budget if there
+    is one.
+    """
+    budget = workload.kv_cache_memory_bytes
+
+    def full(**sizes: int) -> bool:
+        grown = dataclasses.replace(workload, kv_cache_memory_bytes=None, **sizes)
+        try:
+            stages = grown.stages()
+        except ConfigError:
+            return False
+        return all(
+            stage.total <= usable and (budget is None or stage.caches <= budget) for stage in stages
+        )
+
+    def requests(count: int) -> bool:
+        tokens = max(workload.max_num_batched_tokens, count)
+        return full(max_num_seqs=count, max_num_batched_tokens=tokens)
+
+    page = workload.limits().page_size
+    pages = workload.config.max_position_embeddings // page
+    return Largest(
+        max_num_seqs=_last(requests, _MOST_REQUESTS),
+        max_model_len=page * _last(lambda count: full(max_model_len=count * page), pages),
+    )
+
+
+def _last(good: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that is good, where smaller ones are good too."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+LABELS = {
+    "experts": "routed experts",
+    "expert_scales": "expert scales",
+    "dense": "dense FP8",
+    "embedding": "embedding, head",
+    "other": "other parameters",
+    "window": "window caches",
+    "kv": "compressed KV",
+    "index_k": "index keys",
+    "open_groups": "open groups",
+    "replicas": "relay replicas",
+    "temporaries": "temporaries (estimate)",
+}
+
+
+def component_bytes(stage: StageBytes) -> dict[str, int]:
+    """Bytes by component, under the names for a reader."""
+    return {label: getattr(stage, name) for name, label in LABELS.items()}
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB."""
+    return f"{size / GIB:.2f} GiB"
+
+
+def parse_devices(text: str, needed: int) -> tuple[int, DeviceKind]:
+    """Number and kind of devices from text such as "4xh100-80"; as many as needed if left out.
+
+    Raises:
+      ValueError: an unknown kind, or a number that is none.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z0-9-]+)", text)
+    kind = DEVICE_KINDS.get(match[2]) if match else None
+    count = int(match[1]) if match and match[1] else needed
+    if kind is None or count < 1:
+        raise ValueError(
+            f"{text!r} must be a number of devices and their kind, such as 4xh100-80; known "
+            f"kinds are {', '.join(DEVICE_KINDS)}"
+        )
+    return count, kind
+
+
+def memory_facts(workload: Workload) -> dict[str, Any]:
+    """Bytes by stage and on the hosts, as JSON values."""
+    stages = workload.stages()
+    return {
+        "limits": {
+            "max_model_len": workload.max_model_len,
+            "max_num_seqs": workload.max_num_seqs,
+            "max_num_batched_tokens": workload.max_num_batched_tokens,
+            "kv_cache_memory_bytes": workload.kv_cache_memory_bytes,
+        },
+        "per_device": [
+            dataclasses.asdict(stage)
+            | {"parameters": stage.parameters, "caches": stage.caches, "total": stage.total}
+            for stage in stages
+        ],
+        "host": dataclasses.asdict(workload.host()),
+    }
+
+
+def fit_facts(workload: Workload, kind: DeviceKind, count: int) -> dict[str, Any]:
+    """Whether the plan fits `count` devices of a kind, as JSON values."""
+    error = None
+    try:
+        check_fit(workload, kind.usable, kind.name)
+        if count < workload.devices:
+            error = (
+                f"the plan needs {workload.devices} devices, but {count} are given: use fewer "
+                "stages or a smaller --tensor-parallel-size, or give more"
+            )
+    except FitError as problem:
+        error = str(problem)
+    most = largest(workload, kind.usable)
+    return {
+        "device": kind.name,
+        "devices": count,
+        "usable_bytes": kind.usable,
+        "fits": error is None,
+        "error": error,
+        "largest_max_num_seqs": most.max_num_seqs,
+        "largest_max_model_len": most.max_model_len,
+        "kinds_that_fit": [n for n, k in DEVICE_KINDS.items() if fits(workload, k.usable)],
+    }
+
+
+def memory_text(facts: dict[str, Any]) -> list[str]:
+    """A table of `memory_facts`."""
+    stages, limits = facts["per_device"], facts["limits"]
+    budget = limits["kv_cache_memory_bytes"]
+    lines = [
+        f"Memory of each device, GiB, for {limits['max_num_seqs']} requests of up to "
+        f"{limits['max_model_len']} tokens, {limits['max_num_batched_tokens']} tokens a step, "
+        f"caches {'as large as these need' if budget is None else f'within {gib(budget)}'}",
+        _row("", [f"stage {i}" for i in range(len(stages))]),
+    ]
+    for name, label in LABELS.items():
+        if any(stage[name] for stage in stages):
+            lines.append(_row(label, [_cell(stage[name]) for stage in stages]))
+    lines.append(_row("total", [_cell(stage["total"]) for stage in stages]))
+    host = facts["host"]
+    lines.append(
+        f"Hosts: {gib(host['engram'])} of Engram tables, memory-mapped; up to "
+        f"{gib(host['loading'])} of buffers while loading; disk {gib(host['disk'])}"
+    )
+    return lines
+
+
+def fit_text(facts: dict[str, Any]) -> list[str]:
+    """What `fit_facts` says; the reason of a refusal is left to the caller."""
+    lines = [
+        f"Devices: {facts['devices']} {facts['device']} with {gib(facts['usable_bytes'])} each for "
+        f"arrays: {'fits' if facts['fits'] else 'DOES NOT FIT'}",
+    ]
+    if facts["largest_max_num_seqs"]:
+        lines.append(
+            f"Largest that fits: {facts['largest_max_num_seqs']} requests at this context, or "
+            f"{facts['largest_max_model_len']} tokens of context at this number of requests"
+        )
+    kinds = ", ".join(facts["kinds_that_fit"]) or "none"
+    lines.append(f"Kinds that hold each stage's share: {kinds}")
+    return lines
+
+
+def _cell(size: int) -> str:
+    return f"{size / GIB:.3f}"
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return f"  {label:<24}" + "".join(f"{cell:>10}" for cell in cells)

@@ -1,0 +1,246 @@
+"""Bytes of every stage on each of its devices, by component, from the configuration alone."""
+
+import dataclasses
+import functools
+import math
+import re
+import types
+from collections.abc import Mapping, Sequence
+
+from dsv41_jax.checkpoint.key_map import TensorSpec, expected_tensors
+from dsv41_jax.config import ModelConfig
+from sharding.cache_sizes import CacheBytes, CacheSizes, cache_bytes, plan_cache
+from sharding.limits import EngineLimits, round_up
+from sharding.stage_plan import StageContents, StagePlan
+from sharding.tensor_plan import TensorPlan
+
+BLOCK = 32  # elements that share a scale
+
+# Weights whose outputs or inputs are split over the devices of a stage; the rest are whole.
+_SPLIT_ROWS = re.compile(
+    r"(^embed|^head|\.attn\.wq_b|\.attn\.wo_a|\.shared_experts\.w[13])\.(weight|scale)$"
+    r"|\.attn\.attn_sink$"
+)
+_SPLIT_COLUMNS = re.compile(r"\.(attn\.wo_b|shared_experts\.w2)\.(weight|scale)$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(w[123])\.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """What one device of a stage holds, in bytes.
+
+    Attributes:
+      experts: codes of the routed experts.
+      expert_scales: their scales.
+      dense: FP8 linears with their scales.
+      embedding: rows of the embedding and of the head.
+      other: BF16 and F32 parameters.
+      window, kv, index_k, open_groups: caches by group.
+      replicas: caches of other stages' sources, fed by the relay.
+      temporaries: what a step needs besides, an ESTIMATE.
+    """
+
+    experts: int
+    expert_scales: int
+    dense: int
+    embedding: int
+    other: int
+    window: int
+    kv: int
+    index_k: int
+    open_groups: int
+    replicas: int
+    temporaries: int
+
+    @property
+    def parameters(self) -> int:
+        """Of the text model."""
+        return self.experts + self.expert_scales + self.dense + self.embedding + self.other
+
+    @property
+    def caches(self) -> int:
+        """Of all groups."""
+        return self.window + self.kv + self.index_k + self.open_groups + self.replicas
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.parameters + self.caches + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostBytes:
+    """What the hosts hold, over all stages.
+
+    Attributes:
+      engram: Engram tables, memory-mapped or in RAM.
+      loading: buffers while parameters are loaded, at most: one layer of every stage.
+      disk: the checkpoint.
+    """
+
+    engram: int
+    loading: int
+    disk: int
+
+
+def stage_bytes(
+    config: ModelConfig,
+    plan: StagePlan,
+    tensor: TensorPlan,
+    limits: EngineLimits,
+    *,
+    microbatches: int,
+    budget: int | None = None,
+) -> tuple[StageBytes, ...]:
+    """Bytes on each device, by stage.
+
+    Args:
+      config: the model.
+      plan: its stages.
+      tensor: how a stage divides over its devices.
+      limits: sizes of the engine, which caches and temporaries follow.
+      microbatches: parts that a step is cut into.
+      budget: bytes for the caches of one device, or None for what the limits need at most.
+
+    Raises:
+      ConfigError: the budget does not hold one request of max_model_len.
+    """
+    parameters = [_parameters(config, stage, tensor) for stage in plan.stages]
+    sizes = plan_stage_caches(config, plan, limits, budget)
+    return tuple(
+        StageBytes(
+            **held,
+            **_caches(config, stage, limits, sizes),
+            temporaries=_temporaries(config, stage, tensor, limits, microbatches),
+        )
+        for held, stage in zip(parameters, plan.stages, strict=True)
+    )
+
+
+def plan_stage_caches(
+    config: ModelConfig, plan: StagePlan, limits: EngineLimits, budget: int | None
+) -> CacheSizes:
+    """Pages and slots that every stage can hold; a request has the same pages on each.
+
+    Raises:
+      ConfigError: the budget does not hold one request of max_model_len.
+    """
+    sizes = [
+        plan_cache(limits, stage_cache_bytes(config, stage, limits.page_size), budget)
+        for stage in plan.stages
+    ]
+    names = [field.name for field in dataclasses.fields(CacheSizes)]
+    return CacheSizes(**{name: min(getattr(size, name) for size in sizes) for name in names})
+
+
+def stage_cache_bytes(config: ModelConfig, stage: StageContents, page_size: int) -> CacheBytes:
+    """Bytes per page and slot of a stage's own caches and of its replicas."""
+    own = cache_bytes(config, stage.layers, page_size)
+    replicas = sum(
+        page_size // config.compress_ratios[source] * _row_bytes(config, kind)
+        for kind, source in stage.replicas
+    )
+    return dataclasses.replace(own, global_page=own.global_page + replicas)
+
+
+def host_bytes(config: ModelConfig, plan: StagePlan) -> HostBytes:
+    """What the hosts of all stages need; pages of memory maps are given back under pressure."""
+    expected = expected_tensors(config)
+    layers = [0] * config.num_hidden_layers
+    engram = 0
+    for name, spec in expected.items():
+        if spec.component == "engram":
+            engram += spec.nbytes
+        elif spec.in_params and name.startswith("layers."):
+            layers[int(name.split(".", 2)[1])] += spec.nbytes
+    largest = [max(layers[layer] for layer in stage.layers) for stage in plan.stages]
+    head = expected["embed.weight"].nbytes
+    return HostBytes(
+        engram=engram,
+        loading=sum(max(layer, head) for layer in largest),
+        disk=sum(spec.nbytes for spec in expected.values()),
+    )
+
+
+def device_shape(name: str, spec: TensorSpec, tensor: TensorPlan) -> tuple[int, ...]:
+    """Shape of one tensor's share on a device of its stage; of one expert, where it is one."""
+    devices, shape = tensor.devices, spec.shape
+    expert = _EXPERT.search(name)
+    if expert:
+        axis = None if tensor.expert_parallel else int(expert[2] == "w2")
+    elif _SPLIT_ROWS.search(name):
+        axis = 0
+    else:
+        axis = 1 if _SPLIT_COLUMNS.search(name) else None
+    return tuple(-(-size // devices) if i == axis else size for i, size in enumerate(shape))
+
+
+@functools.lru_cache(maxsize=64)  # a search for the largest sizes asks again and again
+def _parameters(config: ModelConfig, stage: StageContents, tensor: TensorPlan) -> Mapping[str, int]:
+    totals = dict.fromkeys(("experts", "expert_scales", "dense", "embedding", "other"), 0)
+    for name, spec in expected_tensors(config).items():
+        if not spec.in_params or not _in_stage(stage, name):
+            continue
+        expert = spec.component == "experts"
+        if expert and ".experts.0." not in name:
+            continue  # all experts of a layer are alike
+        share = math.prod(device_shape(name, spec, tensor))
+        share *= spec.nbytes // math.prod(spec.shape)
+        key = "expert_scales" if expert and name.endswith("scale") else spec.component
+        totals[key] += share * tensor.experts if expert else share
+    return types.MappingProxyType(totals)
+
+
+def _in_stage(stage: StageContents, name: str) -> bool:
+    first, rest = name.split(".", 1)
+    if first == "layers":
+        return int(rest.split(".", 1)[0]) in stage.layers
+    return stage.embedding if first == "embed" else stage.head
+
+
+def _row_bytes(config: ModelConfig, kind: str) -> int:
+    if kind == "kv":
+        return config.head_dim // 2 + config.head_dim // 16
+    return config.index_head_dim // 2 + config.index_head_dim // BLOCK
+
+
+def _caches(
+    config: ModelConfig, stage: StageContents, limits: EngineLimits, sizes: CacheSizes
+) -> dict[str, int]:
+    unit = cache_bytes(config, stage.layers, limits.page_size)
+
+    def rows(sources: Sequence[int], kind: str) -> int:
+        positions = sizes.global_pages * limits.page_size
+        width = _row_bytes(config, kind)
+        return sum(positions // config.compress_ratios[source] * width for source in sources)
+
+    return {
+        "window": sizes.window_pages * unit.window_page,
+        "kv": rows(stage.kv_sources, "kv"),
+        "index_k": rows(stage.kv_sources, "index_k"),
+        "open_groups": sizes.slots * unit.slot,
+        "replicas": sum(rows([source], kind) for kind, source in stage.replicas),
+    }
+
+
+def _temporaries(
+    config: ModelConfig,
+    stage: StageContents,
+    tensor: TensorPlan,
+    limits: EngineLimits,
+    microbatches: int,
+) -> int:
+    """An estimate: the widest arrays of one layer that are alive together, and the logits."""
+    tokens = round_up(-(-limits.max_num_batched_tokens // microbatches))
+    hidden, dim = config.hidden_size, config.head_dim
+    stream = 4 * tokens * config.hc_mult * hidden * 2
+    slots = config.sliding_window + (config.index_topk if stage.index_sources else 0)
+    gathered = tokens * slots * dim * 4
+    queries = 3 * tokens * tensor.heads * dim * 4
+    logits = tokens * tensor.heads * slots * 4
+    ratios = [config.compress_ratios[source] for source in stage.index_sources]
+    positions = limits.columns * limits.page_size // min(ratios) if ratios else 0
+    scores = 2 * tokens * positions * 4
+    routed = tokens * config.num_experts_per_tok * (2 * tensor.expert_intermediate + hidden) * 4
+    vocabulary = 2 * limits.logit_rows * config.vocab_size * 4 if stage.head else 0
+    return stream + max(gathered + queries + logits, routed) + scores + vocabulary
