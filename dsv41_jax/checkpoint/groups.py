@@ -137,12 +137,14 @@ def abstract_params(
 ) -> dict[str, Any]:
     """The tree `load_params` returns, as `jax.ShapeDtypeStruct`s; no file is needed."""
 
-    def abstract(group: ParameterGroup) -> jax.ShapeDtypeStruct:
-        sharding = sharding_of(shardings, group.keys)
-        shape = placed_shape(group, sharding)
-        return jax.ShapeDtypeStruct(shape, group.dtype, sharding=sharding)
+    groups = parameter_groups(config, layers)
+    return params_tree((group.keys, abstract_leaf(group, shardings)) for group in groups)
 
-    return params_tree((group.keys, abstract(group)) for group in parameter_groups(config, layers))
+
+def abstract_leaf(group: ParameterGroup, shardings: Shardings | None) -> jax.ShapeDtypeStruct:
+    """One leaf as it lies on its devices."""
+    sharding = sharding_of(shardings, group.keys)
+    return jax.ShapeDtypeStruct(placed_shape(group, sharding), group.dtype, sharding=sharding)
 
 
 @dataclasses.dataclass(frozen=True)

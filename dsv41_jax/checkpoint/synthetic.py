@@ -3,12 +3,11 @@
 import functools
 import json
 import math
-import os
 import pathlib
 import re
 import statistics
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +16,7 @@ from dsv41_jax.checkpoint.config_json import config_json
 from dsv41_jax.checkpoint.errors import CheckpointError
 from dsv41_jax.checkpoint.key_map import Component, TensorSpec, expected_tensors
 from dsv41_jax.checkpoint.reader import DTYPES, INDEX_NAME, SINGLE_NAME
+from dsv41_jax.checkpoint.writer import write_index, write_shard
 from dsv41_jax.config import ModelConfig
 
 # Standard deviation of a weight times the square root of its input size, by name; streams stay
@@ -149,38 +149,6 @@ def random_tensor(name: str, expected: dict[str, TensorSpec], seed: int) -> np.n
     return values.astype(dtype)
 
 
-def write_shard(
-    path: pathlib.Path, specs: dict[str, TensorSpec], arrays: Iterable[np.ndarray | None]
-) -> None:
-    """Writes one safetensors file.
-
-    Args:
-      path: the file.
-      specs: the tensors, in the order of their data.
-      arrays: their values in the same order, each written before the next is asked for; None
-        leaves a hole that reads as zeros and takes no room on the disk.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, spec in specs.items():
-        begin, end = end, end + spec.nbytes
-        header[name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [begin, end],
-        }
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for spec, array in zip(specs.values(), arrays, strict=True):
-            if array is None:
-                file.seek(spec.nbytes, os.SEEK_CUR)
-            else:
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        file.truncate(8 + len(raw) + end)
-
-
 def _split(expected: dict[str, TensorSpec], shards: int) -> list[dict[str, TensorSpec]]:
     """Consecutive parts of about equal size, each with its widest elements first."""
     left = sum(spec.nbytes for spec in expected.values())
@@ -238,8 +206,7 @@ def make_checkpoint(
         write_shard(directory / shard, part, arrays)
         weight_map |= dict.fromkeys(part, shard)
     total = sum(spec.nbytes for spec in expected.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    write_index(directory, weight_map, total)
     (directory / "config.json").write_text(
         json.dumps(config_json(config), indent=1), encoding="utf-8"
     )
