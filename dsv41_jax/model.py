@@ -50,7 +50,7 @@ class StageResult:
       shared: publications of this stage's layers, and those handed in.
       head: logits, on the last stage only.
       main_hidden: bf16[T, D] per draft target layer of the stage: the mean over copies of
-        the layer's input.
+        the layer's input, its Engram included.
       traces: one per layer of the stage.
     """
 
@@ -122,12 +122,12 @@ class Stage:
         main_hidden, traces = [], []
         for layer in self.layers:
             block, layer_params = self.block(layer), params[f"layers_{layer}"]
-            if block.spec.draft_target:
-                main_hidden.append(_mean_copies(stream, batch))
             with jax.named_scope(f"layer_{layer}"):
                 written, groups, state, shared = write_block(
                     block, layer_params, stream, batch, state, shared
                 )
+                if block.spec.draft_target:
+                    main_hidden.append(_mean_copies(written.x, batch))
                 if layer == last_source:
                     rows = jnp.maximum(batch.late_rows, 0)
                     written = jax.tree.map(lambda a, rows=rows: a[rows], written)
@@ -188,8 +188,8 @@ class Stage:
         return params
 
 
-def _mean_copies(stream: Stream, batch: TokenBatch) -> jax.Array:
-    def mean(x: jax.Array) -> jax.Array:
-        return jnp.mean(x.astype(jnp.float32), axis=1).astype(jnp.bfloat16)
+def _mean_copies(x: jax.Array, batch: TokenBatch) -> jax.Array:
+    def mean(rows: jax.Array) -> jax.Array:
+        return jnp.mean(rows.astype(jnp.float32), axis=1).astype(jnp.bfloat16)
 
-    return map_rows(mean, stream.x, batch.num_tokens)
+    return map_rows(mean, x, batch.num_tokens)
