@@ -1,7 +1,7 @@
 """Grammars of tool calls in the template's markup, as llguidance's Lark.
 
-A parameter that is any string is raw text; every other value is JSON under its schema, which the
-markup takes for strings as well. Parameters stand in their schema's order.
+A parameter that is any string, or one of several, is raw text; every other value is JSON under
+its schema, which the markup takes for strings as well. Parameters stand in their schema's order.
 """
 
 import json
@@ -28,6 +28,18 @@ def _json(schema: Any, root: Mapping[str, Any]) -> str:
     shared = {name: root[name] for name in _DEFINITIONS if name in root}
     content = {**shared, **schema} if isinstance(schema, Mapping) else {}
     return f"%json {json.dumps({**content, 'x-guidance': _JSON_OPTIONS})}"
+
+
+def _split_choices(schema: Any) -> tuple[list[str], Any]:
+    """The strings of an enumeration, and the schema of its other values; None for none."""
+    if not isinstance(schema, Mapping) or not {"enum", "const"} & schema.keys():
+        return [], schema
+    values = schema.get("enum") if "enum" in schema else [schema["const"]]
+    if not isinstance(values, list) or any(name in schema for name in _LIMITS[2:]):
+        return [], schema
+    others = [value for value in values if not isinstance(value, str)]
+    texts = [value for value in values if isinstance(value, str)]
+    return texts, {"enum": others} if others else None
 
 
 def _kinds(schema: Any) -> tuple[bool, bool]:
@@ -68,9 +80,13 @@ class _Rules:
         return f'"</" {self._mark} {_quoted(rest)}'
 
     def _value(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
-        text, as_json = _kinds(schema)
+        choices, schema = _split_choices(schema)
+        text, as_json = (False, False) if choices and schema is None else _kinds(schema)
         end = f"{self._mark} {_quoted(_END)}"
         forms = []
+        if choices:
+            texts = " | ".join(_quoted(choice) for choice in choices)
+            forms.append(f'{_quoted(_TEXT)} ({texts}) "</" {end}')
         if text:
             # The mark is no text, so that the longest text before it ends in what precedes it.
             forms.append(f"{_quoted(_TEXT)} TEXT {end}")

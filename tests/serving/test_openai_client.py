@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -9,13 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Literal
 
+import anthropic
 import httpx
 import openai
+import pydantic
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOTS = 8
+PAGE = 16  # tokens, of the tiny model
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +28,7 @@ def process(tmp_path_factory):
     """The server as a user starts it, without a model, on a free port."""
     cache = tmp_path_factory.mktemp("cache")
     command = [sys.executable, "-m", "serving.main", "--port", "0", "--served-model-name", "tiny"]
-    command += ["--max-model-len", "1024", "--max-num-seqs", str(SLOTS)]
+    command += ["--max-model-len", "2048", "--max-num-seqs", str(SLOTS)]
     command += ["--max-num-batched-tokens", "64"]
     errors = (cache / "stderr").open("w+")
     server = subprocess.Popen(
@@ -97,7 +102,7 @@ def test_the_server_says_what_it_serves_and_when_it_is_ready(process, url):
 
 def test_models_are_listed(client):
     [model] = client.models.list()
-    assert model.id == "tiny" and model.max_model_len == 1024
+    assert model.id == "tiny" and model.max_model_len == 2048
     assert client.models.retrieve("tiny").id == "tiny"
 
 
@@ -145,7 +150,10 @@ def test_chats_answer_and_stream(client):
         **options, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
-    assert chunks[-1].usage == whole.usage
+    # The second time the prompt's beginning is cached.
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
     assert reasoning == message.reasoning_content
@@ -159,13 +167,205 @@ def test_a_chat_may_offer_tools(client):
     assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["n", "ok"],
+    "additionalProperties": False,
+}
+GREET = {
+    "type": "function",
+    "function": {
+        "name": "greet",
+        "parameters": {
+            "type": "object",
+            "properties": {"who": {"enum": ["world", "moon"]}, "count": {"enum": [1, 2]}},
+            "required": ["who", "count"],
+        },
+    },
+}
+OFF = {"thinking": {"type": "disabled"}}
+
+
+def ask(client, messages, *, text=None, extra=None, **options):
+    """One greedy turn; `text` is what the assistant has to say."""
+    forced = {"structured_outputs": {"choice": [text]}} if text else {}
+    return client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        temperature=0,
+        max_tokens=300,
+        extra_body=forced | (extra or {}),
+        **options,
+    )
+
+
+def test_a_json_schema_holds_and_is_parsed(client):
+    class Answer(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+        ok: bool
+        kind: Literal["a", "b"]
+
+    answer = client.chat.completions.parse(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        response_format=Answer,
+        max_tokens=300,
+        extra_body=OFF,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+    for seed in range(3):
+        text = client.completions.create(
+            model="tiny",
+            prompt="x",
+            max_tokens=60,
+            seed=seed,
+            extra_body={"structured_outputs": {"json": SCHEMA}},
+        )
+        value = json.loads(text.choices[0].text)
+        assert set(value) == {"n", "ok"} and 0 <= value["n"] <= 99
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "greet"}}]
+)
+def test_a_forced_call_is_made_and_fits_its_schema(client, choice):
+    messages = [{"role": "user", "content": "Hi"}]
+    options = {"tools": [GREET], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = ask(client, messages, extra=OFF, **options)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    [call] = answer.choices[0].message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "greet"
+    assert arguments["who"] in ("world", "moon") and arguments["count"] in (1, 2)
+    with client.chat.completions.stream(
+        model="tiny", messages=messages, temperature=0, max_tokens=300, extra_body=OFF, **options
+    ) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_completion().choices[0].message.tool_calls[0]
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert streamed.function.arguments == call.function.arguments
+
+
+def test_strict_tools_are_parsed(client):
+    class Greet(pydantic.BaseModel):
+        who: Literal["world", "moon"]
+
+    tool = openai.pydantic_function_tool(Greet)
+    answer = client.chat.completions.parse(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=300,
+        extra_body=OFF,
+    )
+    assert isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, Greet)
+
+
+def test_chat_logprobs_add_up(client):
+    answer = ask(client, [{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    for entry in content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob  # greedy
+
+
+def test_responses_answer_stream_and_are_parsed(client):
+    class Answer(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+        ok: bool
+
+    options = {"model": "tiny", "input": "Hi", "max_output_tokens": 300, "extra_body": OFF}
+    whole = client.responses.create(temperature=0, **options)
+    assert whole.status in ("completed", "incomplete")
+    with client.responses.stream(temperature=0, **options) as stream:
+        text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+    assert text == whole.output_text
+    parsed = client.responses.parse(text_format=Answer, **options)
+    assert isinstance(parsed.output_parsed, Answer)
+    flat = {"type": "function", **GREET["function"]}
+    called = client.responses.create(
+        tools=[flat], tool_choice="required", parallel_tool_calls=False, **options
+    )
+    assert [item.type for item in called.output] == ["function_call"]
+
+
+def test_anthropics_client_is_served_too(url):
+    with anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as client:
+        options = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 300,
+            "thinking": {"type": "disabled"},
+        }
+        message = client.messages.create(extra_body={"temperature": 0}, **options)
+        with client.messages.stream(extra_body={"temperature": 0}, **options) as stream:
+            assert "".join(stream.text_stream) == "".join(b.text for b in message.content)
+        counted = client.messages.count_tokens(
+            model="tiny", messages=options["messages"], thinking={"type": "disabled"}
+        )
+        assert counted.input_tokens == message.usage.input_tokens
+        tool = {"name": "greet", "input_schema": GREET["function"]["parameters"]}
+        called = client.messages.create(tools=[tool], tool_choice={"type": "any"}, **options)
+        assert called.stop_reason == "tool_use" and called.content[0].input["count"] in (1, 2)
+        with pytest.raises(anthropic.BadRequestError, match="temperature is 3"):
+            client.messages.create(extra_body={"temperature": 3}, **options)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("tools", [[GREET], None])
+def test_a_three_turn_chat_reuses_the_turns_before(client, url, thinking, tools):
+    httpx.post(f"{url}/reset_prefix_cache")
+    end = httpx.post(f"{url}/tokenize", json={"prompt": "</think>"}).json()["tokens"][0]
+    # Thinking ends at once, and what is said is the same after decoding and encoding again.
+    extra = {"logit_bias": {str(end): 100}} if thinking else OFF
+    options = {"extra": extra} | ({"tools": tools} if tools else {})
+    messages = [{"role": "system", "content": f"{thinking} {bool(tools)} " + "rules " * 20}]
+    reusable = 0
+    for turn, text in enumerate(("The first answer is short.", "So is this.", "And this.")):
+        messages.append({"role": "user", "content": f"Question {turn}?"})
+        answer = ask(client, messages, text=text, **options)
+        assert answer.choices[0].message.content == text
+        usage = answer.usage
+        assert usage.prompt_tokens_details.cached_tokens >= reusable - PAGE
+        assert usage.prompt_tokens_details.cached_tokens % PAGE == 0
+        messages.append({"role": "assistant", "content": text, "reasoning_content": ""})
+        # Without tools the end of the prompt differs once the turn's thinking is dropped; the
+        # last token of an answer is not computed.
+        kept = usage.total_tokens - 1 if tools or not thinking else usage.prompt_tokens - 1
+        reusable = kept
+    assert usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_tool_turns_are_reused(client, url):
+    httpx.post(f"{url}/reset_prefix_cache")
+    messages = [{"role": "user", "content": "Greet. " * 10}]
+    options = {"tools": [GREET], "extra": OFF}
+    first = ask(client, messages, tool_choice="required", parallel_tool_calls=False, **options)
+    message = first.choices[0].message
+    call = message.tool_calls[0].model_dump(exclude={"index"})
+    messages += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "done"},
+    ]
+    second = ask(client, messages, text="Done.", **options)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first.usage.total_tokens - 1 - PAGE
+
+
 def test_errors_are_the_clients_own(client):
     with pytest.raises(openai.NotFoundError, match="The model `other` does not exist"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature is 3.0"):
         client.completions.create(model="tiny", prompt="x", temperature=3)
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
-        client.completions.create(model="tiny", prompt=[5] * 2000)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens"):
+        client.completions.create(model="tiny", prompt=[5] * 3000)
 
 
 def test_32_streams_at_once_equal_their_solo_runs(client, url):

@@ -80,8 +80,8 @@ ROME = text_value("city", "Rome")
     [
         block(call(ROME)),
         block(call(text_value("city", "a <b>bold</b> </city>\n\n杭州"))),
-        block(call(ROME, json_value("days", 3), json_value("unit", '"C"'))),
-        block(call(ROME), call(ROME, json_value("unit", '"F"'))),
+        block(call(ROME, json_value("days", 3), text_value("unit", "C"))),
+        block(call(ROME), call(ROME, text_value("unit", "F"))),
     ],
 )
 def test_calls_that_fit_the_schema_are_allowed(accepts, answer):
@@ -98,7 +98,7 @@ def test_calls_that_fit_the_schema_are_allowed(accepts, answer):
         block(call(ROME, name="g")),
         block(call(json_value("days", 3), ROME)),
         block(call(ROME, json_value("days", "x"))),
-        block(call(ROME, json_value("unit", '"K"'))),
+        block(call(ROME, text_value("unit", "K"))),
         block(call(ROME, text_value("other", "x"))),
         block(call(ROME)) + "more",
     ],
@@ -137,6 +137,19 @@ def test_strings_with_a_pattern_and_shared_definitions_are_json(accepts):
     assert accepts(block(good), [tool(schema=schema)])
     assert not accepts(block(good.replace("ABC", "abc")), [tool(schema=schema)])
     assert not accepts(block(good.replace("1.5", '"a"')), [tool(schema=schema)])
+
+
+def test_an_enumeration_of_several_types_takes_each_in_its_form(accepts):
+    tools = [tool(schema={"properties": {"a": {"enum": ["x", "", 5, None]}}, "required": ["a"]})]
+    for value in (
+        text_value("a", "x"),
+        text_value("a", ""),
+        json_value("a", "5"),
+        json_value("a", "null"),
+    ):
+        assert accepts(block(call(value)), tools)
+    for value in (text_value("a", "5"), json_value("a", '"x"'), json_value("a", "6")):
+        assert not accepts(block(call(value)), tools)
 
 
 def test_calls_may_be_left_out_or_follow_text_if_they_are_not_forced(accepts):
