@@ -5,6 +5,7 @@ n-gram size, C = (N - 1) * H columns.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import tokenizers
@@ -180,9 +181,7 @@ class EngramHasher:
         return self.config.max_ngram_size - 1
 
     def hash(self, token_ids: np.ndarray, history: np.ndarray) -> np.ndarray:
-        """Hashes the n-grams that end at each token of a step.
-
-        Look-back stops for good at the first `NO_TOKEN` it meets.
+        """Hashes the n-grams that end at each token of one request; see `hash_many`.
 
         Args:
           token_ids: int[n], `NO_TOKEN` for image tokens.
@@ -195,14 +194,38 @@ class EngramHasher:
         Raises:
           ValueError: a wrong history length, or an id outside the vocabulary.
         """
-        if len(history) != self.history_size:
-            raise ValueError(
-                f"hashing needs the {self.history_size} ids before the step, not {len(history)}"
-            )
-        count, look = len(token_ids), self.config.max_ngram_size
+        return self.hash_many([token_ids], [history])
+
+    def hash_many(
+        self, token_ids: Sequence[np.ndarray], histories: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Hashes the n-grams that end at each token of several requests, all at once.
+
+        Look-back stops for good at the first `NO_TOKEN` it meets.
+
+        Args:
+          token_ids: by request, as in `hash`.
+          histories: by request, as in `hash`.
+
+        Returns:
+          int64[n, A, C] of all tokens, request after request.
+
+        Raises:
+          ValueError: a wrong history length, or an id outside the vocabulary.
+        """
+        size, look = self.history_size, self.config.max_ngram_size
+        counts, parts = [], []
+        for ids, history in zip(token_ids, histories, strict=True):
+            if len(history) != size:
+                raise ValueError(
+                    f"hashing needs the {size} ids before the step, not {len(history)}"
+                )
+            counts.append(len(ids))
+            parts += [history, ids]
+        count = sum(counts)
         if not count:
             return np.zeros((0, len(self.layer_ids), self.config.num_columns), np.int64)
-        ids = np.concatenate((history, token_ids), dtype=np.int64)
+        ids = np.concatenate(parts, dtype=np.int64)
         # NO_TOKEN becomes 0 and everything below it wraps around.
         if (ids - NO_TOKEN).view(np.uint64).max() > self._vocab_size:
             wrong = ids[(ids < NO_TOKEN) | (ids >= self._vocab_size)][0]
@@ -211,10 +234,15 @@ class EngramHasher:
             )
         # back[p, k] is the id k positions before p: a view that walks backwards.
         step = ids.itemsize
-        back = np.ndarray((count, look), ids.dtype, ids, (look - 1) * step, (step, -step))
+        shape, strides = (len(ids) - size, look), (step, -step)
+        back = np.ndarray(shape, ids.dtype, ids, size * step, strides)
+        if len(counts) > 1:
+            # A request's history separates it from the one before.
+            back = back[np.arange(count) + np.repeat(np.arange(len(counts)) * size, counts)]
         if ids.min() < 0:
             back = np.where(np.minimum.accumulate(back, axis=1) < 0, NO_TOKEN, back)
         products = self._compressed[back][:, None] * self._multipliers
         mixed = np.bitwise_xor.accumulate(products, axis=2)[:, :, 1:, None]
-        rows = mixed % self._primes + self._offsets
+        rows = mixed % self._primes
+        rows += self._offsets
         return rows.reshape(count, len(self.layer_ids), self.config.num_columns)

@@ -1,12 +1,15 @@
 """Engram tables, memory-mapped on the host, and the lookup of a step's rows."""
 
+import concurrent.futures
 import mmap
+import os
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Self
 
 import numpy as np
 import tokenizers
+import tqdm
 
 from dsv41_jax.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from dsv41_jax.config import ConfigError, ModelConfig
@@ -14,6 +17,9 @@ from dsv41_jax.engram_hash import EngramHasher, token_map_from_tokenizer
 from dsv41_jax.quantization.rows import PackedRows
 
 TOKENIZER_NAME = "tokenizer.json"
+Placement = Literal["mmap", "ram"]
+
+_COPY_BYTES = 16 << 20
 
 
 def read_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
@@ -62,14 +68,23 @@ class EngramTables:
         *,
         tokenizer: tokenizers.Tokenizer | None = None,
         layers: Iterable[int] | None = None,
+        placement: Placement = "mmap",
+        prefault: bool = False,
+        progress: bool = True,
     ) -> Self:
-        """Maps the tables of a checkpoint directory; nothing is read before it is looked up.
+        """Opens the tables of a checkpoint directory.
+
+        A memory map is shared by all processes of a host, and nothing of it is read before it is
+        looked up, unless it is pre-faulted.
 
         Args:
           path: checkpoint directory.
           config: its configuration, with an Engram part.
           tokenizer: the directory's, if it is already at hand.
           layers: backbone layers of one stage, all if None; those without a table are passed by.
+          placement: "mmap" leaves the tables in the files; "ram" copies them to memory.
+          prefault: whether to read memory-mapped tables into the page cache now.
+          progress: whether to show a progress bar on stderr while tables are read.
 
         Raises:
           CheckpointError: the directory is not a complete checkpoint, has no tokenizer, or one
@@ -83,18 +98,23 @@ class EngramTables:
         hasher = EngramHasher(engram, token_map_from_tokenizer(tokenizer, config.vocab_size))
         checkpoint = open_checkpoint(path, config)
         wanted = set(engram.layer_ids if layers is None else layers)
-        tables = {
-            layer: PackedRows(
-                codes=_map(checkpoint, f"layers.{layer}.engram.embed.weight"),
-                scales=_map(checkpoint, f"layers.{layer}.engram.embed.scale"),
-            )
-            for layer in engram.layer_ids
-            if layer in wanted
-        }
+        held = [layer for layer in engram.layer_ids if layer in wanted]
+        rows = sum(engram.num_embeddings[engram.layer_ids.index(layer)] for layer in held)
+        with tqdm.tqdm(
+            total=rows * (engram.head_dim + engram.head_dim // 32),
+            desc="Reading Engram tables",
+            unit="B",
+            unit_scale=True,
+            disable=not (progress and (prefault or placement == "ram")),
+        ) as bar:
+            tables = {
+                layer: _table(checkpoint, layer, placement, prefault=prefault, bar=bar)
+                for layer in held
+            }
         return cls(hasher, tables)
 
     def lookup(self, token_ids: np.ndarray, history: np.ndarray) -> dict[int, PackedRows]:
-        """Gathers the rows of every n-gram that ends at a token of the step.
+        """Gathers the rows of every n-gram that ends at a token of one request.
 
         Args:
           token_ids: int[n], -1 for image tokens.
@@ -107,17 +127,71 @@ class EngramTables:
         Raises:
           ValueError: a wrong history length, or an id outside the vocabulary.
         """
-        rows = self.hasher.hash(token_ids, history)
+        out = self.empty_rows(len(token_ids))
+        self.lookup_many([token_ids], [history], out)
+        return out
+
+    def lookup_many(
+        self,
+        token_ids: Sequence[np.ndarray],
+        histories: Sequence[np.ndarray],
+        out: Mapping[int, PackedRows],
+    ) -> None:
+        """Gathers the rows of several requests at once, one request after the other.
+
+        Args:
+          token_ids, histories: by request, see `lookup`.
+          out: by layer, numpy arrays like those of `lookup` for at least as many tokens; rows
+            past the last token are left as they are.
+
+        Raises:
+          ValueError: a wrong history length, or an id outside the vocabulary.
+        """
+        rows = self.hasher.hash_many(token_ids, histories)
+        count = len(rows)
+        for axis, layer, table in self._tables:
+            index, found = rows[:, axis], out[layer]
+            # Row numbers are within their table, so nothing is clipped; raising would buffer.
+            table.codes.take(index, axis=0, out=found.codes[:count], mode="clip")
+            table.scales.take(index, axis=0, out=found.scales[:count], mode="clip")
+
+    def empty_rows(self, tokens: int) -> dict[int, PackedRows]:
+        """Zeroed rows by layer, for `lookup_many`."""
+        config = self.hasher.config
+        shape = (tokens, config.num_columns)
         return {
             layer: PackedRows(
-                codes=table.codes.take(rows[:, axis], axis=0),
-                scales=table.scales.take(rows[:, axis], axis=0),
+                np.zeros((*shape, config.head_dim), np.uint8),
+                np.zeros((*shape, config.head_dim // 32), np.uint8),
             )
-            for axis, layer, table in self._tables
+            for layer in self.layer_ids
         }
 
 
-def _map(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    # Rows are far apart: reading ahead of them would fill memory with bytes nobody asks for.
-    checkpoint.advise(name, mmap.MADV_RANDOM)
-    return checkpoint.read_bytes(name)
+def _table(
+    checkpoint: Checkpoint, layer: int, placement: Placement, *, prefault: bool, bar: tqdm.tqdm
+) -> PackedRows:
+    codes, scales = (f"layers.{layer}.engram.embed.{part}" for part in ("weight", "scale"))
+    if placement == "ram":
+        return PackedRows(*(_copy(checkpoint.read_bytes(name), bar) for name in (codes, scales)))
+    for name in (codes, scales):
+        if prefault:
+            checkpoint.populate(name, bar.update)
+        # Rows are far apart: reading ahead of them would fill memory with bytes nobody asks for.
+        checkpoint.advise(name, mmap.MADV_RANDOM)
+    return PackedRows(checkpoint.read_bytes(codes), checkpoint.read_bytes(scales))
+
+
+def _copy(source: np.ndarray, bar: tqdm.tqdm) -> np.ndarray:
+    """A copy in memory of this process, made by several threads."""
+    copied = np.empty_like(source)
+    step = max(1, _COPY_BYTES // source.shape[1])
+
+    def copy(row: int) -> int:
+        np.copyto(copied[row : row + step], source[row : row + step])
+        return copied[row : row + step].size
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for size in pool.map(copy, range(0, len(source), step)):
+            bar.update(size)
+    return copied

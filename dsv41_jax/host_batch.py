@@ -8,7 +8,6 @@ import numpy as np
 from dsv41_jax.batch import ROW_TILE, TokenBatch
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_table import EngramTables
-from dsv41_jax.quantization.rows import PackedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,8 +96,12 @@ def build_batch(
         num_late_rows=np.int32(len(late)),
         window_from=np.zeros(requests, np.int32),
         late_window_from=np.zeros(requests, np.int32),
-        engram=_empty_engram(config, engram, tokens),
+        engram={} if engram is None else engram.empty_rows(tokens),
     )
+    if engram is not None and rows:
+        engram.lookup_many(
+            [row.token_ids for row in rows], [row.history for row in rows], batch.engram
+        )
     first = logit = 0
     for request, row in enumerate(rows):
         last = first + len(row.token_ids)
@@ -110,10 +113,6 @@ def build_batch(
         batch.slots[request] = row.slot
         batch.late_window_from[request] = row.late_from
         batch.logit_rows[logit : logit + row.logits] = np.arange(last - row.logits, last)
-        if engram is not None:
-            for layer, found in engram.lookup(row.token_ids, row.history).items():
-                batch.engram[layer].codes[first:last] = found.codes
-                batch.engram[layer].scales[first:last] = found.scales
         first, logit = last, logit + row.logits
     return batch
 
@@ -132,18 +131,3 @@ def _late_rows(rows: Sequence[RequestRows]) -> np.ndarray:
         kept.append(np.arange(first + skipped, first + count, dtype=np.int32))
         first += count
     return np.concatenate(kept)
-
-
-def _empty_engram(
-    config: ModelConfig, engram: EngramTables | None, tokens: int
-) -> dict[int, PackedRows]:
-    if engram is None:
-        return {}
-    columns, dim = config.engram.num_columns, config.engram.head_dim
-    return {
-        layer: PackedRows(
-            np.zeros((tokens, columns, dim), np.uint8),
-            np.zeros((tokens, columns, dim // 32), np.uint8),
-        )
-        for layer in engram.layer_ids
-    }

@@ -12,6 +12,7 @@ import mmap
 import pathlib
 import re
 import struct
+from collections.abc import Callable
 from typing import Any, Self
 
 import ml_dtypes
@@ -44,6 +45,8 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 
+_MADV_POPULATE_READ = 22  # Linux; Python 3.11 has no name for it
+_POPULATE_BYTES = 256 << 20
 _MAX_HEADER = 100_000_000  # the format's own limit
 _SHARD_NAME = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
@@ -341,3 +344,20 @@ class Checkpoint:
         tensor = self.tensors[name]
         start = tensor.begin // mmap.PAGESIZE * mmap.PAGESIZE
         self._map(tensor.shard).madvise(advice, start, tensor.end - start)
+
+    def populate(self, name: str, progress: Callable[[int], object]) -> None:
+        """Reads one tensor into the page cache and maps its pages, some at a time.
+
+        Args:
+          name: the tensor.
+          progress: told how many bytes came in since the last call.
+        """
+        tensor, held = self.tensors[name], self._map(self.tensors[name].shard)
+        for begin in range(tensor.begin, tensor.end, _POPULATE_BYTES):
+            start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            end = min(begin + _POPULATE_BYTES, tensor.end)
+            try:
+                held.madvise(_MADV_POPULATE_READ, start, end - start)
+            except OSError:  # a kernel before 5.14: read one byte of every page
+                bytes(held[start : end : mmap.PAGESIZE])
+            progress(end - begin)

@@ -88,3 +88,51 @@ def test_a_model_without_tables_is_refused():
     config = dataclasses.replace(load_config(directory), engram=None)
     with pytest.raises(ConfigError, match="has no Engram layers"):
         EngramTables.open(directory, config)
+
+
+def test_requests_looked_up_together_are_those_looked_up_alone():
+    directory = GOLDEN / "tiny_a"
+    config = load_config(directory)
+    tables = EngramTables.open(directory, config)
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, config.vocab_size, count) for count in (1, 5, 0, 2, 1)]
+    ids[1][2] = -1
+    histories = [rng.integers(-1, config.vocab_size, 3) for _ in ids]
+    total = sum(map(len, ids))
+    out = tables.empty_rows(total + 2)
+    for rows in out.values():
+        rows.codes[total:] = 7
+    tables.lookup_many(ids, histories, out)
+    alone = [tables.lookup(*request) for request in zip(ids, histories, strict=True)]
+    for layer, rows in out.items():
+        wanted = np.concatenate([request[layer].codes for request in alone])
+        np.testing.assert_array_equal(rows.codes[:total], wanted)
+        np.testing.assert_array_equal(
+            rows.scales[:total], np.concatenate([request[layer].scales for request in alone])
+        )
+        assert (rows.codes[total:] == 7).all()
+
+
+@pytest.mark.parametrize("options", [{"placement": "ram"}, {"prefault": True}], ids=str)
+def test_placement_changes_no_row(options, capsys):
+    directory = GOLDEN / "tiny_a"
+    config = load_config(directory)
+    mapped = EngramTables.open(directory, config)
+    placed = EngramTables.open(directory, config, **options)
+    assert "Reading Engram tables: 100%" in capsys.readouterr().err
+    ids = np.arange(9)
+    for layer, rows in mapped.lookup(ids, NONE).items():
+        found = placed.lookup(ids, NONE)[layer]
+        np.testing.assert_array_equal(found.codes, rows.codes)
+        np.testing.assert_array_equal(found.scales, rows.scales)
+
+
+def test_tables_in_ram_outlive_their_files(copy):
+    config = load_config(copy)
+    tables = EngramTables.open(copy, config, placement="ram", progress=False)
+    before = tables.lookup(np.arange(4), NONE)
+    for shard in copy.glob("*.safetensors"):
+        with shard.open("r+b") as file:
+            file.truncate(0)
+    for layer, rows in tables.lookup(np.arange(4), NONE).items():
+        np.testing.assert_array_equal(rows.codes, before[layer].codes)
