@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from tiny_pipeline import LEGAL, LENGTH
 
-import dsv41_jax
-from dsv41_jax.generate import columns_for, request_rows, window_ring
+from dsv41_jax.generate import columns_for, generate, load, request_rows, window_ring
 from dsv41_jax.host_batch import round_rows
 from sharding import stage_runner
 from sharding.stage_runner import Bucket
@@ -29,14 +28,17 @@ def test_stages_on_one_device_give_the_bits_of_stages_on_their_own(logits_of):
     np.testing.assert_array_equal(logits_of(LEGAL, shared_device=True, microbatches=3), apart)
 
 
-def test_score_and_generate_agree_with_one_device(pipeline_of, tiny, token_ids):
-    pipeline = pipeline_of(LEGAL)
+def test_greedy_tokens_are_those_of_one_device(pipeline_of, tiny, token_ids):
     prompt = token_ids[:20].tolist()
-    model = dsv41_jax.load(tiny, progress=False)
-    new = pipeline.generate(prompt, max_new_tokens=4)
-    assert new == dsv41_jax.generate(model, prompt, max_new_tokens=4)
-    scores = pipeline.score([*prompt, *new])
-    np.testing.assert_array_equal(scores[-len(new) - 1 : -1].argmax(-1), new)
+    new = pipeline_of(LEGAL).generate(prompt, max_new_tokens=4)
+    assert new == generate(load(tiny, progress=False), prompt, max_new_tokens=4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_score_gives_the_logits_of_every_position(pipeline_of, whole, token_ids, chunk):
+    scores = pipeline_of(LEGAL).score(token_ids.tolist(), chunk)
+    np.testing.assert_array_equal(scores, whole)
 
 
 @pytest.mark.parametrize(

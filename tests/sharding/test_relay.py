@@ -67,5 +67,5 @@ def test_a_source_read_two_stages_later_goes_through_the_stage_between_once():
 
 
 def test_a_byte_budget_refuses_a_larger_relay():
-    with pytest.raises(PartitionError, match="more than the allowed 100"):
-        build_stage_plan(tiny_config(), stages=CROSSING, relay=True, relay_max_bytes=100)
+    with pytest.raises(PartitionError, match="more than the allowed 40"):
+        build_stage_plan(tiny_config(), stages=CROSSING, relay=True, relay_max_bytes=40)
