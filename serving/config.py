@@ -6,7 +6,10 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
+
+from dsv41_jax.engram_table import Placement
+from sharding.options import PartitionOptions, add_partition_options, partition_options
 
 DEFAULT_CONTEXT = 4096  # tokens of a request unless told otherwise: caches are allocated for it
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -22,12 +25,20 @@ class EngineOptions:
       max_num_seqs: most requests that run at once.
       max_num_batched_tokens: most tokens of one step.
       kv_cache_memory_bytes: bytes of all caches; None for what the sizes above need at most.
+      prefix_cache: whether requests reuse the caches of equal beginnings.
+      partition: how the model is spread over devices.
+      engram_placement: where Engram tables are, see `EngramTables.open`.
+      engram_prefault: whether memory-mapped tables are read before the server is ready.
     """
 
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int | None
+    prefix_cache: bool = True
+    partition: PartitionOptions = PartitionOptions()
+    engram_placement: Placement = "mmap"
+    engram_prefault: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,6 +197,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="bytes of all caches, such as 512M; what the sizes above need at most if left out",
     )
+    engine.add_argument(
+        "--no-enable-prefix-caching",
+        dest="prefix_cache",
+        action="store_false",
+        help="compute every prompt whole, instead of reusing the caches of equal beginnings",
+    )
+    engine.add_argument(
+        "--engram-placement",
+        choices=get_args(Placement),
+        default="mmap",
+        help="Engram tables as memory maps that processes share, or copied to RAM; %(default)s",
+    )
+    engine.add_argument(
+        "--engram-prefault",
+        action="store_true",
+        help="read memory-mapped Engram tables before the server is ready",
+    )
+    add_partition_options(parser)
     return parser
 
 
@@ -205,6 +234,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
             max_num_seqs=given.max_num_seqs,
             max_num_batched_tokens=given.max_num_batched_tokens,
             kv_cache_memory_bytes=given.kv_cache_memory_bytes,
+            prefix_cache=given.prefix_cache,
+            partition=partition_options(parser, given),
+            engram_placement=given.engram_placement,
+            engram_prefault=given.engram_prefault,
         ),
         server=ServerOptions(
             host=given.host,

@@ -148,6 +148,7 @@ def make_context(serving: Serving, options: ServerOptions) -> Context:
             model_name=names[0],
             max_model_len=serving.max_model_len,
             stats=serving.engine.stats,
+            cache_info=serving.cache_info,
         ),
     )
 
@@ -199,7 +200,7 @@ def _ending_on_signals() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server; returns 0 after a signal, 3 if it cannot start."""
+    """Run the server; returns 0 after a signal, 3 if it cannot start, 4 if it does not fit."""
     options = parse_options(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("serving").setLevel(logging.INFO)
@@ -208,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             serve(options, listener)
     except StartupError as error:
         print(f"serving.main: {error}", file=sys.stderr)
-        return 3
+        return error.status
     return 0
 
 

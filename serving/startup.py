@@ -2,8 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import jax
 
 from dsv41_jax.checkpoint import (
     CheckpointError,
@@ -17,10 +19,17 @@ from dsv41_jax.hf_config import RELEASED, load_config
 from serving.async_engine import AsyncEngine
 from serving.config import DEFAULT_CONTEXT, EngineOptions
 from serving.default_model import default_model
-from serving.engine import build_engine
+from serving.engine import Engine
+from serving.pipeline_runner import PipelineRunner
+from serving.runner import Runner, token_buckets
 from serving.tokenizer import Tokenizer, TokenizerError
-from sharding.cache_sizes import cache_bytes, plan_cache
-from sharding.limits import engine_limits
+from sharding.cache_sizes import CacheSizes
+from sharding.fit import FitError, Workload, check_devices
+from sharding.limits import EngineLimits, engine_limits
+from sharding.memory import plan_stage_caches, stage_cache_bytes
+from sharding.mesh import provide_cpu_devices
+from sharding.pipeline import build_pipeline
+from sharding.stage_plan import PartitionError
 
 RANDOM_NAME = "dsv41-tiny-random"
 Say = Callable[[str], None]
@@ -28,7 +37,19 @@ _LEFT_ALONE = {"draft": "speculative decoding", "vision": "image input"}
 
 
 class StartupError(Exception):
-    """The server cannot start; the message is one line."""
+    """The server cannot start; the message is one line.
+
+    Attributes:
+      status: exit status of the process.
+    """
+
+    status = 3
+
+
+class DoesNotFitError(StartupError):
+    """The devices cannot hold the model and its caches."""
+
+    status = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +60,7 @@ class Serving:
     tokenizer: Tokenizer
     config: ModelConfig
     max_model_len: int
+    cache_info: Mapping[str, int]
     name: str
     root: str
 
@@ -74,8 +96,39 @@ def _say_what_is_left_alone(path: Path, config: ModelConfig, say: Say) -> None:
             )
 
 
+def _one_device(
+    path: Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    options: EngineOptions,
+    limits: EngineLimits,
+    sizes: CacheSizes,
+) -> Runner:
+    params = load_params(path, config)
+    engram = None
+    if config.engram is not None:
+        engram = EngramTables.open(
+            path,
+            config,
+            tokenizer=tokenizer.backend,
+            placement=options.engram_placement,
+            prefault=options.engram_prefault,
+        )
+    return Runner(
+        config,
+        params,
+        engram,
+        limits=limits,
+        cache_sizes=sizes,
+        token_buckets=token_buckets(limits, jax.default_backend()),
+    )
+
+
 def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
     config = load_config(path)
+    plan = options.partition.stage_plan(config)
+    tensor = options.partition.tensor_plan(config)
+    provide_cpu_devices(len(plan.stages) * tensor.devices)
     tokenizer = Tokenizer.open(path)
     _say_what_is_left_alone(path, config, say)
     max_model_len = options.max_model_len or min(config.max_position_embeddings, DEFAULT_CONTEXT)
@@ -85,34 +138,61 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
-    unit = cache_bytes(config, range(config.num_hidden_layers), limits.page_size)
-    sizes = plan_cache(limits, unit, options.kv_cache_memory_bytes)
-    params = load_params(path, config)
-    engram = None
-    if config.engram is not None:
-        engram = EngramTables.open(path, config, tokenizer=tokenizer.backend)
+    sizes = plan_stage_caches(config, plan, limits, options.kv_cache_memory_bytes)
+    stages = [stage_cache_bytes(config, stage, limits.page_size) for stage in plan.stages]
     say(
-        f"caches: {sizes.total_bytes(unit) / 2**20:.1f} MiB for {limits.max_num_seqs} requests of "
-        f"up to {limits.max_model_len} tokens"
+        f"caches: {sum(map(sizes.total_bytes, stages)) / 2**20:.1f} MiB for "
+        f"{limits.max_num_seqs} requests of up to {limits.max_model_len} tokens"
     )
-    say(f"compiling steps of up to {limits.max_num_batched_tokens} tokens ...")
-    began = time.monotonic()
-    engine = build_engine(
-        config,
-        params,
-        engram,
-        tokenizer.vocabulary,
+    workload = Workload(
+        config=config,
+        plan=plan,
+        tensor=tensor,
+        microbatches=options.partition.microbatches(plan),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
     )
+    check_devices(workload, jax.devices()[: workload.devices])
+    if workload.devices == 1:
+        runner = _one_device(path, config, tokenizer, options, limits, sizes)
+    else:
+        microbatches = workload.microbatches
+        say(
+            f"partition: stages of {','.join(map(str, plan.counts))} layers, {tensor.devices} "
+            f"devices each, {microbatches} microbatches"
+        )
+        pipeline = build_pipeline(
+            path,
+            plan,
+            tensor,
+            microbatches=microbatches,
+            engram_placement=options.engram_placement,
+            engram_prefault=options.engram_prefault,
+        )
+        runner = PipelineRunner(
+            pipeline,
+            limits=limits,
+            cache_sizes=sizes,
+            token_buckets=token_buckets(limits, jax.default_backend()),
+        )
+    say(f"compiling steps of up to {limits.max_num_batched_tokens} tokens ...")
+    began = time.monotonic()
+    runner.compile_all()
     say(f"compiled in {time.monotonic() - began:.1f} s")
+    engine = Engine(runner, tokenizer.vocabulary, prefix_cache=options.prefix_cache)
     return Serving(
         engine=AsyncEngine(engine),
         tokenizer=tokenizer,
         config=config,
         max_model_len=max_model_len,
+        cache_info={
+            "block_size": limits.page_size,
+            "num_gpu_blocks": sizes.global_pages,
+            "num_window_blocks": sizes.window_pages,
+            "enable_prefix_caching": int(options.prefix_cache),
+        },
         name=path.name,
         root=str(path),
     )
@@ -132,8 +212,10 @@ def start(model: Path | None, options: EngineOptions, say: Say) -> Serving:
     path = _model_directory(model, say)
     try:
         serving = _build(path, options, say)
-    except (ConfigError, CheckpointError, TokenizerError) as error:
+    except (ConfigError, PartitionError, CheckpointError, TokenizerError) as error:
         raise StartupError(" ".join(str(error).split())) from error
+    except FitError as error:
+        raise DoesNotFitError(str(error)) from error
     except (OSError, MemoryError) as error:
         raise StartupError(f"{path} cannot be served: {error}") from error
     return serving if model is not None else dataclasses.replace(serving, name=RANDOM_NAME)

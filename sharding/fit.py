@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from dsv41_jax.config import ConfigError, ModelConfig
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import HostBytes, StageBytes, host_bytes, stage_bytes
@@ -127,6 +129,22 @@ def check_fit(workload: Workload, usable: int, device: str) -> tuple[StageBytes,
         f"for arrays: {gib(held.total - usable)} short. The largest: {named}. "
         f"{_way_out(workload)}"
     )
+
+
+def check_devices(workload: Workload, devices: Sequence[jax.Device]) -> None:
+    """Refuses a workload that devices which tell their memory cannot hold; others pass.
+
+    Raises:
+      FitError: see `check_fit`.
+    """
+    known = [
+        (stats["bytes_limit"], device.device_kind)
+        for device in devices
+        if "bytes_limit" in (stats := device.memory_stats() or {})
+    ]
+    if known:
+        usable, kind = min(known)
+        check_fit(workload, usable, kind)
 
 
 def _way_out(workload: Workload) -> str:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_table import EngramTables, read_tokenizer
+from dsv41_jax.engram_table import EngramTables, Placement, read_tokenizer
 from dsv41_jax.generate import (
     check_request,
     columns_for,
@@ -169,6 +169,8 @@ def build_pipeline(
     *,
     microbatches: int | None = None,
     devices: Sequence[jax.Device] | None = None,
+    engram_placement: Placement = "mmap",
+    engram_prefault: bool = False,
     progress: bool = True,
 ) -> Pipeline:
     """Loads a checkpoint onto the stages of a plan.
@@ -182,6 +184,7 @@ def build_pipeline(
       tensor: how a stage divides over its devices; one device per stage if None.
       microbatches: parts that a step is cut into; as many as stages if None.
       devices: stage by stage, all of JAX's if None; stages may share devices.
+      engram_placement, engram_prefault: see `EngramTables.open`.
       progress: whether to show progress bars on stderr.
 
     Raises:
@@ -200,7 +203,15 @@ def build_pipeline(
         engram = None
         if step.contents.engram_layers:
             layers = step.contents.engram_layers
-            engram = EngramTables.open(directory, config, tokenizer=tokenizer, layers=layers)
+            engram = EngramTables.open(
+                directory,
+                config,
+                tokenizer=tokenizer,
+                layers=layers,
+                placement=engram_placement,
+                prefault=engram_prefault,
+                progress=progress,
+            )
         specs = parameter_specs(step.stage)
         params = load_stage_params(directory, step.stage, mesh, specs, progress=progress)
         runners.append(StageRunner(step, mesh, params, specs, engram))

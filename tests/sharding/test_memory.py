@@ -16,7 +16,15 @@ from dsv41_jax.model import Stage
 from dsv41_jax.state import init_state
 from sharding import plan as plan_command
 from sharding.cache_sizes import plan_cache
-from sharding.fit import DEVICE_KINDS, FitError, Workload, check_fit, largest, parse_devices
+from sharding.fit import (
+    DEVICE_KINDS,
+    FitError,
+    Workload,
+    check_devices,
+    check_fit,
+    largest,
+    parse_devices,
+)
 from sharding.memory import plan_stage_caches, stage_bytes, stage_cache_bytes
 from sharding.relay import add_replicas
 from sharding.rules import partition_of
@@ -233,3 +241,20 @@ def test_wrong_usage_of_the_sizes(capsys, options, message):
 
 def test_devices_without_a_number_are_as_many_as_needed():
     assert parse_devices("h200-141", 4) == (4, DEVICE_KINDS["h200-141"])
+
+
+class Told:
+    """A device that tells its memory."""
+
+    device_kind = "small device"
+
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+
+def test_devices_that_tell_their_memory_are_checked():
+    case = workload((20, 20), 2, False, False)
+    check_devices(case, [Told(None), Told({})])
+    check_devices(case, [Told({"bytes_limit": 80 * GIB})])
+    with pytest.raises(FitError, match=r"but a small device has 8\.00 GiB for arrays"):
+        check_devices(case, [Told({"bytes_limit": 80 * GIB}), Told({"bytes_limit": 8 * GIB})])

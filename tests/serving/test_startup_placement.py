@@ -1,0 +1,30 @@
+"""What the server checks and places before it loads: device memory and Engram tables."""
+
+import pathlib
+
+import pytest
+
+from serving import startup
+from serving.config import parse_options
+from serving.main import main
+from sharding.fit import FitError
+
+TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_a"
+
+
+def test_model_that_does_not_fit_ends_with_four_before_it_is_loaded(monkeypatch, capsys):
+    def refuse(workload, devices):
+        assert workload.config.num_hidden_layers == 9 and len(devices) == 1
+        raise FitError("stage 0 needs 9 GiB on each device")
+
+    monkeypatch.setattr(startup, "check_devices", refuse)
+    monkeypatch.setattr(startup, "load_params", None)
+    assert main(["--model", str(TINY), "--port", "0"]) == 4
+    assert "serving.main: stage 0 needs 9 GiB on each device\n" in capsys.readouterr().err
+
+
+def test_engram_options_are_read():
+    options = parse_options(["--engram-placement", "ram", "--engram-prefault"]).engine
+    assert (options.engram_placement, options.engram_prefault) == ("ram", True)
+    with pytest.raises(SystemExit):
+        parse_options(["--engram-placement", "disk"])
