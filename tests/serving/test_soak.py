@@ -43,7 +43,7 @@ def random_request(generator, index, roots):
         {"stop": tuple(generator.sample("etaoins rhl", 2))},
         {"grammar": generator.choice(GRAMMARS), "ignore_eos": False},
         {"presence_penalty": 0.8, "repetition_penalty": 1.3, "frequency_penalty": -0.2},
-        {"logit_bias": ((generator.randrange(500), 4.0), (1, -20.0)), "min_tokens": 1},
+        {"logit_bias": ((generator.randrange(2, 500), 4.0), (1, -20.0)), "min_tokens": 1},
         {"bad_words": ((generator.randrange(500),), (7, 8)), "prompt_logprobs": 1},
     )
     return toy_request(f"r{index}", prompt, **(options | generator.choice(extras)))
