@@ -26,6 +26,7 @@ def request_rows(plan: StepPlan) -> list[RequestRows]:
             global_pages=rows.global_pages,
             slot=rows.slot,
             logits=rows.logits,
+            late_from=rows.late_from,
         )
         for rows in plan.rows
     ]

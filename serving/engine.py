@@ -106,7 +106,12 @@ class Engine:
     """
 
     def __init__(
-        self, runner: StepRunner, vocabulary: Vocabulary, *, prefix_cache: bool = True
+        self,
+        runner: StepRunner,
+        vocabulary: Vocabulary,
+        *,
+        prefix_cache: bool = True,
+        decoder_replay: bool = False,
     ) -> None:
         """
         Args:
@@ -114,6 +119,9 @@ class Engine:
           vocabulary: the tokenizer's bytes.
           prefix_cache: whether requests reuse the cache pages of equal beginnings; results are
             the same bit for bit.
+          decoder_replay: whether layers from the last KV source on compute a prompt's last
+            window alone: faster, and an approximation (see `dsv41_jax.generate`). Requests
+            that want log-probabilities of their prompt are exact.
         """
         self.limits = runner.limits
         self._runner = runner
@@ -129,6 +137,7 @@ class Engine:
             self._cache,
             look_back=runner.look_back,
             reuses_pages=prefix_cache,
+            decoder_replay=decoder_replay,
         )
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._sequences: dict[str, Sequence] = {}

@@ -35,6 +35,7 @@ class ScheduledRows:
       logits: how many of the last rows want logits.
       samples: whether the last row samples a token.
       targets: int32[logits], the token whose log-probability a row wants; -1 where it samples.
+      late_from: first position that the late layers compute.
     """
 
     number: int
@@ -47,6 +48,7 @@ class ScheduledRows:
     logits: int
     samples: bool
     targets: np.ndarray
+    late_from: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: EngineLimits, cache: CacheGroups, *, look_back: int, reuses_pages: bool
+        self,
+        limits: EngineLimits,
+        cache: CacheGroups,
+        *,
+        look_back: int,
+        reuses_pages: bool,
+        decoder_replay: bool = False,
     ) -> None:
         """
         Args:
@@ -79,9 +87,11 @@ class Scheduler:
           cache: the page pools.
           look_back: how many earlier token ids every row group carries.
           reuses_pages: whether requests share what equal beginnings hold.
+          decoder_replay: whether late layers compute a prompt's last window alone.
         """
         self.num_queried_tokens = self.num_hit_tokens = 0
         self._reuses_pages = reuses_pages
+        self._decoder_replay = decoder_replay
         self._limits = limits
         self._cache = cache
         self._look_back = look_back
@@ -120,6 +130,7 @@ class Scheduler:
             pages=self._cache.new_table(),
             rules=rules,
             keys=self._keys(request),
+            late_from=self._late_from(request),
         )
         self._next_number += 1
         self._sequences[sequence.number] = sequence
@@ -130,6 +141,23 @@ class Scheduler:
         if not self._reuses_pages:
             return None
         return PageKeys(self._limits.page_size, request.cache_salt)
+
+    def _late_from(self, request: Request) -> int:
+        # Rows whose logits are wanted are computed by every layer.
+        if not self._decoder_replay or request.sampling.prompt_logprobs is not None:
+            return 0
+        return max(0, len(request.prompt_token_ids) - self._limits.sliding_window)
+
+    def _most_reused(self, sequence: Sequence) -> int:
+        """Positions of a request that may come from the cache.
+
+        The row of the first logits that are wanted is computed, whatever is cached. With
+        bounded replay other requests' window rows of late layers may be missing, so all that
+        this one reads are computed too.
+        """
+        if not self._decoder_replay:
+            return sequence.first_logit_row
+        return min(sequence.first_logit_row, sequence.late_from)
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
         """Ends a request and frees what it holds; rows in flight are ignored later."""
@@ -170,10 +198,8 @@ class Scheduler:
     def _admit(self, rows: list[ScheduledRows], budget: "_Budget") -> None:
         while self._waiting and budget.tokens and self._slots.num_free:
             sequence = self._waiting[0]
-            # The row of the first logits that are wanted is computed, whatever is cached.
-            hit = self._cache.find(
-                sequence.page_keys(sequence.first_logit_row // self._limits.page_size)
-            )
+            full = self._most_reused(sequence) // self._limits.page_size
+            hit = self._cache.find(sequence.page_keys(full))
             sequence.num_computed = len(hit.global_) * self._limits.page_size
             wanted = budget.rows(sequence)
             if not wanted or not self._cache.fits(hit, sequence.num_tokens):
@@ -226,6 +252,7 @@ class Scheduler:
             logits=logits,
             samples=samples,
             targets=targets,
+            late_from=sequence.late_from,
         )
         budget.tokens -= count
         budget.prompt_logits -= logits - samples

@@ -33,6 +33,7 @@ class Sequence:
       num_cached: prompt positions whose rows were there already; None before it first runs.
       begin_time: `time.monotonic()` seconds when it first ran, or None.
       rules: what it does to its logits, or None if nothing.
+      late_from: first position that the late layers compute (bounded replay); 0 is exact.
       slot: row of the per-request state, or None while it is not running.
       finish: set once the request has ended.
       prompt_logprobs: one entry per scored prompt token, the first is None.
@@ -48,6 +49,7 @@ class Sequence:
         pages: PageTable,
         rules: LogitRules | None,
         keys: PageKeys | None,
+        late_from: int,
     ) -> None:
         self.request = request
         self.number = number
@@ -60,6 +62,7 @@ class Sequence:
         self.num_cached: int | None = None
         self.begin_time: float | None = None
         self.rules = rules
+        self.late_from = late_from
         self._keys = keys
         self.slot: int | None = None
         self.finish: Finish | None = None

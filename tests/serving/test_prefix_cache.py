@@ -123,6 +123,21 @@ def test_it_can_be_turned_off():
     assert engine.stats().prefix_cache_queries == 0
 
 
+def test_bounded_replay_computes_all_rows_that_late_layers_read():
+    engine = Engine(ToyRunner(toy_limits()), LETTERS, decoder_replay=True)
+    starts = []
+    submit = engine._runner.submit
+    engine._runner.submit = lambda rows, sampling: starts.append(rows) or submit(rows, sampling)
+    assert serve_on(engine, range(3, 33))[1] == 0
+    assert {row.late_from for step in starts for row in step} == {30 - WINDOW}
+    assert serve_on(engine, range(3, 33))[1] == full_pages(30 - WINDOW)
+    assert serve_on(engine, range(3, 20))[1] == full_pages(17 - WINDOW)
+    assert serve_on(engine, range(3, 3 + WINDOW))[1] == 0
+    starts.clear()
+    assert serve_on(engine, range(3, 33), prompt_logprobs=0)[1] == 0
+    assert {row.late_from for step in starts for row in step} == {0}
+
+
 @pytest.mark.parametrize("pages", [16, 24, 40, None])
 @pytest.mark.parametrize("tokens", [4, 16, 64])
 def test_warm_equals_cold_under_any_pressure(pages, tokens):

@@ -13,6 +13,7 @@ from toy_runner import run_all, tokens_of, toy_request
 
 from dsv41_jax.hf_config import load_config
 from serving.async_engine import AsyncEngine
+from serving.engine import Engine
 from serving.request import Grammar
 from serving.runner import token_buckets
 from sharding.limits import engine_limits
@@ -135,6 +136,25 @@ def test_a_chat_reuses_all_of_the_turns_before_and_answers_as_if_cold(engine):
     for request, warm in turns:
         engine.reset_prefix_cache()
         assert run_all(engine, [request]) == results(warm)
+
+
+def test_bounded_replay_does_not_depend_on_company_or_cache_either(
+    engine, requests, alone, no_compilation
+):
+    replaying = Engine(engine._runner, engine._vocabulary, decoder_replay=True)
+    with no_compilation():
+        together = run_all(replaying, requests)
+        for request in requests[:12]:
+            replaying.reset_prefix_cache()
+            cold = results(run_all(replaying, [request]))
+            assert cold[request.request_id] == results(together)[request.request_id]
+            assert results(run_all(replaying, [request])) == cold
+    assert replaying.stats().kv_cache_usage == 0
+    for request in requests:
+        is_short = len(request.prompt_token_ids) <= replaying.limits.sliding_window
+        is_exact = is_short or request.sampling.prompt_logprobs is not None
+        same = results(together)[request.request_id] == alone[request.request_id]
+        assert same == is_exact
 
 
 def test_the_likeliest_tokens_are_the_published_ones_where_the_margin_is_clear(engine):
