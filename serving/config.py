@@ -26,6 +26,7 @@ class EngineOptions:
       max_num_batched_tokens: most tokens of one step.
       kv_cache_memory_bytes: bytes of all caches; None for what the sizes above need at most.
       prefix_cache: whether requests reuse the caches of equal beginnings.
+      decoder_replay: whether late layers compute a prompt's last window alone.
       partition: how the model is spread over devices.
       engram_placement: where Engram tables are, see `EngramTables.open`.
       engram_prefault: whether memory-mapped tables are read before the server is ready.
@@ -36,6 +37,7 @@ class EngineOptions:
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int | None
     prefix_cache: bool = True
+    decoder_replay: bool = False
     partition: PartitionOptions = PartitionOptions()
     engram_placement: Placement = "mmap"
     engram_prefault: bool = False
@@ -204,6 +206,12 @@ def _parser() -> argparse.ArgumentParser:
         help="compute every prompt whole, instead of reusing the caches of equal beginnings",
     )
     engine.add_argument(
+        "--decoder-replay",
+        action="store_true",
+        help="layers from the last KV source on compute a prompt's last window alone: faster on "
+        "long prompts, and an approximation",
+    )
+    engine.add_argument(
         "--engram-placement",
         choices=get_args(Placement),
         default="mmap",
@@ -235,6 +243,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
             max_num_batched_tokens=given.max_num_batched_tokens,
             kv_cache_memory_bytes=given.kv_cache_memory_bytes,
             prefix_cache=given.prefix_cache,
+            decoder_replay=given.decoder_replay,
             partition=partition_options(parser, given),
             engram_placement=given.engram_placement,
             engram_prefault=given.engram_prefault,

@@ -181,7 +181,12 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
     began = time.monotonic()
     runner.compile_all()
     say(f"compiled in {time.monotonic() - began:.1f} s")
-    engine = Engine(runner, tokenizer.vocabulary, prefix_cache=options.prefix_cache)
+    engine = Engine(
+        runner,
+        tokenizer.vocabulary,
+        prefix_cache=options.prefix_cache,
+        decoder_replay=options.decoder_replay,
+    )
     return Serving(
         engine=AsyncEngine(engine),
         tokenizer=tokenizer,

@@ -121,3 +121,9 @@ def test_draft_and_vision_tensors_are_said_to_be_left_alone(capsys, model):
     out = capsys.readouterr().out
     assert "115 draft tensors (0.5 MB), which are left alone" in out
     assert "26 vision tensors (0.2 MB), which are left alone" in out
+
+
+def test_caching_and_replay_are_options():
+    assert parse_options([]).engine.prefix_cache and not parse_options([]).engine.decoder_replay
+    given = parse_options(["--no-enable-prefix-caching", "--decoder-replay"]).engine
+    assert given.decoder_replay and not given.prefix_cache
