@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 from serving.bench.client import BenchError
@@ -27,7 +28,8 @@ def own_server(options: Sequence[str], say: Callable[[str], None]) -> Iterator[s
       BenchError: it ended before it was ready.
     """
     command = [sys.executable, "-m", "serving.main", "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    errors = tempfile.TemporaryFile("w+")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         url = None
         for line in process.stdout:
@@ -37,7 +39,10 @@ def own_server(options: Sequence[str], say: Callable[[str], None]) -> Iterator[s
                 url = ready[1]
                 break
         if url is None:
-            raise BenchError(f"the server ended with status {process.wait()} before it was ready")
+            status = process.wait()
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
+            raise BenchError(f"the server ended with status {status} before it was ready: {last}")
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
@@ -47,3 +52,4 @@ def own_server(options: Sequence[str], say: Callable[[str], None]) -> Iterator[s
             process.kill()
             process.wait()
         process.stdout.close()
+        errors.close()

@@ -19,8 +19,13 @@ TOOL = {
         },
     },
 }
-SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-options = {"model": "openai/tiny", "api_base": URL, "api_key": "x", "max_tokens": 60}
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+options = {"model": "openai/tiny", "api_base": URL, "api_key": "x", "max_tokens": 400}
 
 answer = litellm.completion(messages=MESSAGES, **options)
 assert answer.choices[0].message.role == "assistant" and answer.usage.completion_tokens > 0

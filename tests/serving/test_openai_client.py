@@ -221,7 +221,7 @@ def test_a_json_schema_holds_and_is_parsed(client):
         text = client.completions.create(
             model="tiny",
             prompt="x",
-            max_tokens=60,
+            max_tokens=400,
             seed=seed,
             extra_body={"structured_outputs": {"json": SCHEMA}},
         )
