@@ -6,6 +6,10 @@ pages, and the window pages of the last `sliding_window` positions before it. A 
 where a page ends, so no compressor group is open there. Global pages are few bytes and stay for
 long; window pages that a request has left behind go first, but for those at the ends of
 prompts, at the ends of requests and where requests were seen to part: continuations begin there.
+
+With prefix replay a prefix is also reused where its window is gone: the rows of that window are
+computed again, the first of them without their own. That is an approximation, which depends on
+what is cached and passes into the pages of later positions.
 """
 
 import dataclasses
@@ -53,7 +57,16 @@ class Hit:
 class CacheGroups:
     """The page pools of both groups and the rules by which requests hold pages of them."""
 
-    def __init__(self, limits: EngineLimits, sizes: CacheSizes) -> None:
+    def __init__(
+        self, limits: EngineLimits, sizes: CacheSizes, *, prefix_replay: bool = False
+    ) -> None:
+        """
+        Args:
+          limits: page size, window and columns.
+          sizes: pages of each pool.
+          prefix_replay: whether windows that are gone are computed again.
+        """
+        self._prefix_replay = prefix_replay
         self._page_size = limits.page_size
         self._sliding_window = limits.sliding_window
         self._columns = limits.columns
@@ -96,7 +109,7 @@ class CacheGroups:
         table.end = end
 
     def find(self, keys: Rows[bytes]) -> Hit:
-        """The longest beginning that every group still has.
+        """The longest beginning that every group still has, or with replay can do without.
 
         Args:
           keys: names of the pages that may be reused.
@@ -107,6 +120,14 @@ class CacheGroups:
             if page is None:
                 break
             pages.append(page)
+        exact = self._with_window(pages, keys)
+        if self._prefix_replay:
+            replayed = self._first_column(len(pages) * self._page_size)
+            if replayed > len(exact.global_):
+                return Hit(tuple(pages[:replayed]), (), len(pages))
+        return exact
+
+    def _with_window(self, pages: list[int], keys: Rows[bytes]) -> Hit:
         end = len(pages)
         while end:
             window = []

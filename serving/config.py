@@ -26,6 +26,7 @@ class EngineOptions:
       max_num_batched_tokens: most tokens of one step.
       kv_cache_memory_bytes: bytes of all caches; None for what the sizes above need at most.
       prefix_cache: whether requests reuse the caches of equal beginnings.
+      prefix_replay: whether that includes beginnings whose window is gone, an approximation.
       decoder_replay: whether late layers compute a prompt's last window alone.
       partition: how the model is spread over devices.
       engram_placement: where Engram tables are, see `EngramTables.open`.
@@ -37,6 +38,7 @@ class EngineOptions:
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int | None
     prefix_cache: bool = True
+    prefix_replay: bool = False
     decoder_replay: bool = False
     partition: PartitionOptions = PartitionOptions()
     engram_placement: Placement = "mmap"
@@ -206,6 +208,12 @@ def _parser() -> argparse.ArgumentParser:
         help="compute every prompt whole, instead of reusing the caches of equal beginnings",
     )
     engine.add_argument(
+        "--prefix-replay",
+        action="store_true",
+        help="reuse equal beginnings also where their sliding window is gone, and compute it "
+        "again: an approximation that depends on what is cached",
+    )
+    engine.add_argument(
         "--decoder-replay",
         action="store_true",
         help="layers from the last KV source on compute a prompt's last window alone: faster on "
@@ -243,6 +251,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
             max_num_batched_tokens=given.max_num_batched_tokens,
             kv_cache_memory_bytes=given.kv_cache_memory_bytes,
             prefix_cache=given.prefix_cache,
+            prefix_replay=given.prefix_replay,
             decoder_replay=given.decoder_replay,
             partition=partition_options(parser, given),
             engram_placement=given.engram_placement,

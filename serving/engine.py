@@ -111,6 +111,7 @@ class Engine:
         vocabulary: Vocabulary,
         *,
         prefix_cache: bool = True,
+        prefix_replay: bool = False,
         decoder_replay: bool = False,
     ) -> None:
         """
@@ -119,6 +120,8 @@ class Engine:
           vocabulary: the tokenizer's bytes.
           prefix_cache: whether requests reuse the cache pages of equal beginnings; results are
             the same bit for bit.
+          prefix_replay: whether they are reused even where the window is gone, an
+            approximation (see `serving.cache_groups`).
           decoder_replay: whether layers from the last KV source on compute a prompt's last
             window alone: faster, and an approximation (see `dsv41_jax.generate`). Requests
             that want log-probabilities of their prompt are exact.
@@ -126,7 +129,7 @@ class Engine:
         self.limits = runner.limits
         self._runner = runner
         self._vocabulary = vocabulary
-        self._cache = CacheGroups(runner.limits, runner.cache_sizes)
+        self._cache = CacheGroups(runner.limits, runner.cache_sizes, prefix_replay=prefix_replay)
         self._grammars = GrammarCompiler(
             vocabulary, vocab_size=runner.vocab_size, eos_token_id=runner.eos_token_id
         )

@@ -185,6 +185,7 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
         runner,
         tokenizer.vocabulary,
         prefix_cache=options.prefix_cache,
+        prefix_replay=options.prefix_replay,
         decoder_replay=options.decoder_replay,
     )
     return Serving(

@@ -126,4 +126,5 @@ def test_draft_and_vision_tensors_are_said_to_be_left_alone(capsys, model):
 def test_caching_and_replay_are_options():
     assert parse_options([]).engine.prefix_cache and not parse_options([]).engine.decoder_replay
     given = parse_options(["--no-enable-prefix-caching", "--decoder-replay"]).engine
-    assert given.decoder_replay and not given.prefix_cache
+    assert given.decoder_replay and not given.prefix_cache and not given.prefix_replay
+    assert parse_options(["--prefix-replay"]).engine.prefix_replay

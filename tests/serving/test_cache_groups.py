@@ -127,3 +127,29 @@ def test_a_length_beyond_the_models_is_refused():
     config = load_config(GOLDEN / "tiny_a")
     with pytest.raises(ConfigError, match="above the model's max_position_embeddings"):
         engine_limits(config, max_model_len=10**9, max_num_seqs=1, max_num_batched_tokens=16)
+
+
+@pytest.mark.parametrize(("replay", "positions"), [(False, 0), (True, 32)])
+def test_a_prefix_whose_window_is_gone_is_found_with_replay_only(replay, positions):
+    limits = toy_limits()
+    sizes = CacheSizes(window_pages=16, global_pages=32, slots=1)
+    cache = CacheGroups(limits, sizes, prefix_replay=replay)
+    table, keys = cache.new_table(), [bytes([page]) for page in range(10)]
+    cache.reserve(table, 0, 40)
+    cache.remember(table, keys, 0)
+    cache.release(table)
+    cache.window.allocate(16)  # every window page is handed out for something else
+    cache.window.forget_all()
+    hit = cache.find(keys)
+    assert (len(hit.global_) * 4, hit.window, hit.shared) == (positions, (), 10)
+
+
+def test_replay_changes_nothing_where_the_window_is_there():
+    cache = CacheGroups(
+        toy_limits(), CacheSizes(window_pages=16, global_pages=32, slots=1), prefix_replay=True
+    )
+    table, keys = cache.new_table(), [bytes([page]) for page in range(10)]
+    cache.reserve(table, 0, 40)
+    cache.remember(table, keys, 0)
+    cache.release(table)
+    assert (len(cache.find(keys).global_), len(cache.find(keys).window)) == (10, 2)

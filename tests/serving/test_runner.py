@@ -157,6 +157,24 @@ def test_bounded_replay_does_not_depend_on_company_or_cache_either(
         assert same == is_exact
 
 
+def test_prefix_replay_computes_a_lost_window_again(engine, no_compilation):
+    replaying = Engine(engine._runner, engine._vocabulary, prefix_replay=True)
+    generator = random.Random(4)
+    prompt = [generator.randrange(3, 500) for _ in range(130)]
+    request = toy_request("a", prompt, max_tokens=4, logprobs=3)
+    with no_compilation():
+        cold = run_all(replaying, [request])
+        assert results(run_all(replaying, [request])) == cold  # the window is still there
+        replaying._cache.window.forget_all()
+        warm = run_all(replaying, [request])
+    assert warm["a"][0].num_cached_tokens == (128 - 47) // 16 * 16
+    assert len(tokens_of(warm["a"])) == 4
+    exact = {token for entry in cold["a"][0].logprobs for token, _ in entry.top}
+    replayed = {token for entry in warm["a"][0].logprobs for token, _ in entry.top}
+    assert exact & replayed
+    assert replaying.stats().kv_cache_usage == 0
+
+
 def test_the_likeliest_tokens_are_the_published_ones_where_the_margin_is_clear(engine):
     golden = np.load(TINY / "golden_greedy.npz")
     ids = [*golden["prompt_ids"].tolist(), *golden["gen_ids"].tolist()]
