@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_pipeline import LEGAL, LENGTH
@@ -10,6 +11,7 @@ from tiny_pipeline import LEGAL, LENGTH
 from dsv41_jax.generate import columns_for, generate, load, request_rows, window_ring
 from dsv41_jax.host_batch import round_rows
 from sharding import stage_runner
+from sharding.rules import replicated
 from sharding.stage_runner import Bucket
 
 
@@ -54,6 +56,18 @@ def test_wrong_requests_are_refused_in_one_sentence(pipeline_of, arguments, mess
         pipeline_of(LEGAL).score(*arguments)
 
 
+def kept_busy(state, mesh):
+    """The same caches, after work that keeps the stage's device busy for seconds."""
+
+    def work(state):
+        matrix = jnp.eye(384)
+        matrix = jax.lax.fori_loop(0, 1500, lambda _, a: jnp.sin(a @ a), matrix)
+        idle = jnp.max(matrix) > 2  # never
+        return jax.tree.map(lambda a: a + idle.astype(a.dtype), state)
+
+    return jax.jit(work, out_shardings=replicated(mesh))(state)
+
+
 def test_all_microbatches_are_dispatched_before_the_first_is_done(
     pipeline_of, token_ids, monkeypatch
 ):
@@ -71,12 +85,12 @@ def test_all_microbatches_are_dispatched_before_the_first_is_done(
         return dispatch(stage, *arguments)
 
     monkeypatch.setattr(stage_runner.StageRunner, "dispatch", noted)
-    states = jax.block_until_ready(pipeline.init_state(**pools))
+    first, *others = pipeline.init_state(**pools)
+    states = (kept_busy(first, pipeline.stages[0].mesh), *others)
     results, states = pipeline.step(states, [row], bucket, None)
-    ready = results[0].value.is_ready()
+    ready = [result.value.is_ready() for result in results]
     assert order == [0, 1, 2] * 4
-    assert len(results) == 4
-    assert not ready
+    assert ready == [False] * 4
     jax.block_until_ready((results[-1].value, states))
 
 
