@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_pipeline import LEGAL, LENGTH
+from tiny_pipeline import CROSSING, LEGAL, LENGTH
 
 from dsv41_jax.generate import columns_for, generate, load, request_rows, window_ring
 from dsv41_jax.host_batch import round_rows
@@ -30,10 +30,15 @@ def test_stages_on_one_device_give_the_bits_of_stages_on_their_own(logits_of):
     np.testing.assert_array_equal(logits_of(LEGAL, shared_device=True, microbatches=3), apart)
 
 
-def test_greedy_tokens_are_those_of_one_device(pipeline_of, tiny, token_ids):
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize(
+    "stages", [LEGAL, pytest.param(CROSSING, marks=pytest.mark.full)], ids=["legal", "crossing"]
+)
+def test_greedy_tokens_are_those_of_one_device(pipeline_of, tiny, token_ids, stages, replay):
     prompt = token_ids[:20].tolist()
-    new = pipeline_of(LEGAL).generate(prompt, max_new_tokens=4)
-    assert new == generate(load(tiny, progress=False), prompt, max_new_tokens=4)
+    options = dict(max_new_tokens=4, decoder_replay=replay)
+    new = pipeline_of(stages, relay=stages == CROSSING).generate(prompt, **options)
+    assert new == generate(load(tiny, progress=False), prompt, **options)
 
 
 @pytest.mark.full

@@ -50,10 +50,12 @@ def test_a_split_layer_stays_within_the_loose_tier(pipeline_of, one_layer, token
     np.testing.assert_allclose(bundle.stream.pre, one_layer.pre, atol=2e-3)
 
 
-@SPLITS
-def test_a_layer_needs_two_all_reduces_and_the_embedding_one(pipeline_of, expert):
-    first = pipeline_of(LEGAL, tensor=2, expert=expert).stages[0]
-    assert all_reduces(first, tokens=round_rows(LENGTH)) == 2 + 1
+@pytest.mark.parametrize(
+    ("stages", "expert"), [(LEGAL, False), (LEGAL, True), ((3, 3), True)], ids=str
+)
+def test_a_layer_needs_two_all_reduces_and_the_embedding_one(pipeline_of, stages, expert):
+    first = pipeline_of(stages, tensor=2, expert=expert).stages[0]
+    assert all_reduces(first, tokens=round_rows(LENGTH)) == 2 * stages[0] + 1
 
 
 @SPLITS
