@@ -55,6 +55,7 @@ class ServerOptions:
       api_key: what /v1 routes ask for, or None.
       max_body_bytes: larger request bodies are refused.
       max_choices: requests with more prompts times choices are refused.
+      log_requests: log prompts and options of requests.
       shutdown_timeout: seconds that open requests get to finish after SIGTERM.
     """
 
@@ -64,6 +65,7 @@ class ServerOptions:
     api_key: str | None
     max_body_bytes: int
     max_choices: int
+    log_requests: bool
     shutdown_timeout: float
 
 
@@ -168,6 +170,11 @@ def _parser() -> argparse.ArgumentParser:
         help="most prompts times n in one request; %(default)s",
     )
     listen.add_argument(
+        "--enable-log-requests",
+        action="store_true",
+        help="log the prompt and the options of every request",
+    )
+    listen.add_argument(
         "--shutdown-timeout",
         type=_seconds,
         default=30.0,
@@ -264,6 +271,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
             api_key=given.api_key,
             max_body_bytes=given.max_body_bytes,
             max_choices=given.max_choices,
+            log_requests=given.enable_log_requests,
             shutdown_timeout=given.shutdown_timeout,
         ),
     )

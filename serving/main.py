@@ -136,6 +136,7 @@ def make_context(serving: Serving, options: ServerOptions) -> Context:
             api_key=options.api_key,
             max_body_bytes=options.max_body_bytes,
             max_choices=options.max_choices,
+            log_requests=options.log_requests,
             tokenizer_info=tokenizer_info(Path(serving.root), _special_tokens(serving)),
             server_info={
                 "version": package_version(),

@@ -49,6 +49,7 @@ class ApiOptions:
       api_key: what /v1 routes ask for; None lets everybody in.
       max_body_bytes: larger bodies are refused.
       max_choices: more prompts, or choices, in one request are refused.
+      log_requests: log every prompt and its options, not only that it was asked.
       tokenizer_info: what /tokenizer_info answers.
       server_info: what /server_info answers.
     """
@@ -60,6 +61,7 @@ class ApiOptions:
     api_key: str | None = None
     max_body_bytes: int = 32 * 2**20
     max_choices: int = 1024
+    log_requests: bool = False
     tokenizer_info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     server_info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
+import orjson
 from starlette.requests import Request as HttpRequest
 
 from serving.api.context import Context
@@ -58,7 +60,20 @@ def engine_requests(
             )
             context.engine.check(request)
             requests.append(request)
+    if context.options.log_requests:
+        for request in requests:
+            _log_request(context, request)
     return requests
+
+
+def _log_request(context: Context, request: Request) -> None:
+    entry = {
+        "request_id": request.request_id,
+        "prompt": context.tokenizer.decode(request.prompt_token_ids),
+        "prompt_token_ids": request.prompt_token_ids,
+        "sampling": dataclasses.asdict(request.sampling),
+    }
+    log.info("%s", orjson.dumps(entry).decode())
 
 
 def timer_of(context: Context, request: Request, options: Options) -> RequestTimer:

@@ -1,5 +1,7 @@
 """Whatever the OpenAPI document allows, and what it does not, is answered without a 5xx."""
 
+import pathlib
+
 import fake_engine
 import hypothesis
 import pytest
@@ -8,6 +10,15 @@ from fake_engine import FakeEngine, client_of
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
+from dsv41_jax.hf_config import load_config
+from serving.api.app import create_app
+from serving.api.context import ApiOptions, Context
+from serving.api.metrics import Metrics
+from serving.async_engine import AsyncEngine
+from serving.tokenizer import Tokenizer
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+FEW_REQUESTS = 60
 REQUESTS = 500
 MANY_REQUESTS = 5000
 STREAM = "text/event-stream"
@@ -70,6 +81,29 @@ def ask(app, requests):
 
 def test_no_random_request_is_answered_with_a_5xx(app):
     assert {"/v1/completions", "/v1/chat/completions", "/v1/responses"} <= ask(app, REQUESTS)
+
+
+def test_the_real_engine_answers_random_requests_too(engine):
+    running = AsyncEngine(engine)
+    try:
+        context = Context(
+            engine=running,
+            tokenizer=Tokenizer.open(GOLDEN / "tiny_b"),
+            options=ApiOptions(
+                model_names=("tiny",),
+                model_root="",
+                max_model_len=engine.limits.max_model_len,
+                vocab_size=load_config(GOLDEN / "tiny_b").vocab_size,
+                max_choices=2,
+            ),
+            metrics=Metrics(model_name="tiny", max_model_len=160, stats=running.stats),
+        )
+        ask(create_app(context), FEW_REQUESTS)
+        assert running.is_alive
+        stats = running.stats()
+        assert stats.num_running == stats.num_waiting == 0
+    finally:
+        running.shutdown()
 
 
 @pytest.mark.full

@@ -189,6 +189,15 @@ def test_each_request_is_logged_as_one_line_without_its_prompt(client, caplog):
     assert "SECRET" not in record.message
 
 
+def test_prompts_are_logged_when_asked(engine, caplog):
+    with client_of(engine, log_requests=True) as client:
+        with caplog.at_level("INFO", logger="serving.api"):
+            client.post("/v1/completions", json={"prompt": "SECRET", "seed": 5})
+    [record] = [r for r in caplog.records if r.name == "serving.api"]
+    entry = json.loads(record.message)
+    assert entry["prompt"] == "SECRET" and entry["sampling"]["seed"] == 5
+
+
 def test_long_prompts_are_encoded_like_short_ones(client, tokenizer):
     text = "word " * 5000
     body = client.post("/tokenize", json={"prompt": text}).json()
