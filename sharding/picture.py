@@ -1,10 +1,13 @@
 """A picture of a partition: layers, stages and sharing arrows, crossings in red."""
 
+from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import AttentionMode, LayerSpec, layer_plan
 from sharding.dependencies import Dependency
+from sharding.memory import StageBytes
+from sharding.memory_picture import bars_height, draw_bars
 from sharding.stage_plan import StagePlan
 
 STEP = 30  # pixels from layer to layer
@@ -28,12 +31,24 @@ FILLS = {
 }
 
 
-def draw(config: ModelConfig, plan: StagePlan) -> str:
-    """The partition as an SVG document."""
+def draw(
+    config: ModelConfig,
+    plan: StagePlan,
+    memory: Sequence[StageBytes] = (),
+    usable: int | None = None,
+) -> str:
+    """The partition as an SVG document.
+
+    Args:
+      config: the model.
+      plan: its stages.
+      memory: bytes of a device by stage; drawn as bars where they are known.
+      usable: bytes that a device has.
+    """
     specs = layer_plan(config)
     width = max(LEFT + plan.num_layers * STEP + RIGHT, MIN_WIDTH)
     lanes_end = LANES_TOP + len(LANES) * LANE
-    height = lanes_end + 84
+    height = lanes_end + 84 + (bars_height(len(memory)) if memory else 0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
@@ -53,6 +68,8 @@ def draw(config: ModelConfig, plan: StagePlan) -> str:
         parts += _lane(plan, kind, LANES_TOP + lane * LANE, found)
     parts += _boundaries(plan, lanes_end)
     parts += _legend(lanes_end + 52)
+    if memory:
+        parts += draw_bars(memory, usable, lanes_end + 84, width)
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.hf_config import load_config
-from sharding.fit import DEVICE_KINDS, Workload, fit_facts, memory_facts, parse_devices
+from sharding.fit import DEVICE_KINDS, DeviceKind, Workload, fit_facts, memory_facts, parse_devices
 from sharding.options import (
     PartitionOptions,
     add_partition_options,
@@ -53,14 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plan is None:
         facts = refusal_facts(config, options, error or "")
         return _finish({"model": args.model, **facts}, as_json=args.json)
+    facts = plan_facts(config, plan, options, tensor, error=error)
+    workload, devices = None, None
+    if tensor is not None:
+        workload = _workload(args, config, plan, tensor, options)
+        devices = _devices(parser, args.devices, workload)
+        facts |= _memory(workload, devices)
     if args.picture is not None:
+        stages = workload.stages() if workload is not None and "memory" in facts else ()
+        picture = draw(config, plan, stages, devices[1].usable if devices else None)
         try:
-            args.picture.write_text(draw(config, plan), encoding="utf-8")
+            args.picture.write_text(picture, encoding="utf-8")
         except OSError as problem:
             parser.error(f"--picture {args.picture} cannot be written: {problem.strerror}")
-    facts = plan_facts(config, plan, options, tensor, error=error)
-    if tensor is not None:
-        facts |= _memory(parser, args, _workload(args, config, plan, tensor, options))
     return _finish({"model": args.model, **facts}, as_json=args.json)
 
 
@@ -83,20 +88,24 @@ def _workload(
     )
 
 
-def _memory(parser: argparse.ArgumentParser, args: argparse.Namespace, workload: Workload) -> Facts:
+def _devices(
+    parser: argparse.ArgumentParser, text: str | None, workload: Workload
+) -> tuple[int, DeviceKind] | None:
+    try:
+        return None if text is None else parse_devices(text, workload.devices)
+    except ValueError as error:
+        parser.error(f"--devices {error}")
+
+
+def _memory(workload: Workload, devices: tuple[int, DeviceKind] | None) -> Facts:
     """The facts of memory and fit; a budget that holds no request does not fit."""
-    kind, count = None, workload.devices
-    if args.devices is not None:
-        try:
-            count, kind = parse_devices(args.devices, workload.devices)
-        except ValueError as error:
-            parser.error(f"--devices {error}")
     try:
         memory = memory_facts(workload)
     except ConfigError as error:
         return {"fit": {"fits": False, "error": str(error)}}
-    if kind is None:
+    if devices is None:
         return {"memory": memory}
+    count, kind = devices
     return {"memory": memory, "fit": fit_facts(workload, kind, count)}
 
 

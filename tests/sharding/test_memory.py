@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import xml.etree.ElementTree as ET
 
 import jax
 import jax.numpy as jnp
@@ -258,3 +259,15 @@ def test_devices_that_tell_their_memory_are_checked():
     check_devices(case, [Told({"bytes_limit": 80 * GIB})])
     with pytest.raises(FitError, match=r"but a small device has 8\.00 GiB for arrays"):
         check_devices(case, [Told({"bytes_limit": 80 * GIB}), Told({"bytes_limit": 8 * GIB})])
+
+
+def test_picture_has_a_bar_for_every_stage(capsys, tmp_path):
+    path = tmp_path / "plan.svg"
+    options = ("--pipeline-stages", "8,6,6,20", "--devices", "h200-141", "--picture", str(path))
+    run(capsys, *options)
+    root = ET.parse(path).getroot()
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    for text in ("Memory of each device", "device: 138.3 GiB", "routed experts", "139.20 GiB"):
+        assert text in texts
+    titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 4 * 11 and "expert scales: 7.91 GiB" in titles
