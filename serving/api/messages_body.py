@@ -127,8 +127,10 @@ def _tools(tools: Any) -> Any:
     return converted
 
 
-def _tool_choice(choice: Mapping[str, Any] | None) -> Any:
+def _tool_choice(choice: Mapping[str, Any] | None, tools: Any) -> Any:
     kind = None if choice is None else choice.get("type")
+    if kind == "auto" and not tools:
+        return None  # clients send it whether or not there is a choice
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind not in (None, "auto", "any", "none"):
@@ -182,7 +184,7 @@ def chat_body(body: CountBody) -> tuple[ChatBody, list[str]]:
     fields |= {
         "messages": gathered.messages,
         "tools": tools,
-        "tool_choice": _tool_choice(body.tool_choice) if tools else None,
+        "tool_choice": _tool_choice(body.tool_choice, tools),
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
         "thinking": body.thinking,
         "reasoning_effort": config.get("effort"),

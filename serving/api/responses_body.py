@@ -73,7 +73,9 @@ def _tools(tools: Any) -> Any:
     return converted
 
 
-def _tool_choice(choice: Any) -> Any:
+def _tool_choice(choice: Any, tools: Any) -> Any:
+    if choice == "auto" and not tools:
+        return None  # clients send it whether or not there is a choice
     if isinstance(choice, Mapping) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
@@ -164,7 +166,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
     fields |= {
         "messages": gathered.messages,
         "tools": tools,
-        "tool_choice": _tool_choice(body.tool_choice) if tools else None,
+        "tool_choice": _tool_choice(body.tool_choice, tools),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text),
         "reasoning_effort": (body.reasoning or {}).get("effort"),

@@ -164,6 +164,8 @@ def test_a_last_message_of_the_assistant_is_continued(client, engine, tokenizer)
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools of the client"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
         ({"temperature": 3}, "temperature is 3.0"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 'names "x"'),
         ({"thinking": {"type": "x"}}, "thinking must be an object"),
     ],
 )

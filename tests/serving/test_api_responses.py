@@ -188,6 +188,12 @@ def test_a_failure_ends_the_stream_with_an_error_event(client, engine):
         ({"temperature": 3}, "temperature", "from 0 to 2"),
         ({"max_output_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"n": 2}, "n", "one answer"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}},
+            "tool_choice",
+            'names "other"',
+        ),
         ({"reasoning": {"effort": "huge"}}, "reasoning_effort", "huge"),
     ],
 )
