@@ -104,16 +104,13 @@ class SharedExpert(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """float32[T, D] of bf16[T, D]: rounded to bf16 where one device holds all channels,
-        else this device's share.
-        """
+        """float32[T, D] of bf16[T, D]: this device's share, not rounded."""
         config, tensor = self.config, self.partition.tensor
         inner = config.n_shared_experts * config.moe_intermediate_size // tensor
         gate = QuantizedLinear(inner, (TENSOR, None), name="w1")(x).astype(jnp.float32)
         up = QuantizedLinear(inner, (TENSOR, None), name="w3")(x).astype(jnp.float32)
         hidden = grouped_matmul.swiglu(gate, up, config.swiglu_limit).astype(jnp.bfloat16)
-        down = QuantizedLinear(config.hidden_size, (None, TENSOR), name="w2").product(hidden)
-        return down if tensor > 1 else down.astype(jnp.bfloat16).astype(jnp.float32)
+        return QuantizedLinear(config.hidden_size, (None, TENSOR), name="w2").product(hidden)
 
 
 class MoE(nn.Module):
@@ -131,6 +128,24 @@ class MoE(nn.Module):
     def __call__(self, x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """bf16[T, D] of bf16[T, D], with the experts and weights that were chosen."""
         experts, weights = self.gate(x, is_image)
-        share = self.experts(x, experts, weights) + self.shared_experts(x)
-        total = sum_devices(share, self.partition.tensor)
-        return total.astype(jnp.bfloat16), experts, weights
+        routed, shared = self.experts(x, experts, weights), self.shared_experts(x)
+        return sum_experts(routed, shared, self.partition), experts, weights
+
+
+def sum_experts(routed: jax.Array, shared: jax.Array, partition: Partition) -> jax.Array:
+    """bf16[T, D]: routed plus shared experts over all devices, in one sum.
+
+    The shared expert is rounded before it is added, as on one device. Where experts are split
+    along their channels no rounding of theirs is left to keep, and half the bytes are sent.
+
+    Args:
+      routed: float32[T, D], this device's share of the routed experts.
+      shared: float32[T, D], its share of the shared expert.
+      partition: the devices.
+    """
+    if partition.tensor > 1 and partition.expert == 1:
+        return sum_devices(routed + shared, partition.tensor).astype(jnp.bfloat16)
+    if partition.tensor > 1:
+        both = sum_devices(jnp.concatenate([routed, shared], axis=-1), partition.tensor)
+        routed, shared = jnp.split(both, 2, axis=-1)
+    return (routed + shared.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)

@@ -36,7 +36,7 @@ def one_layer(tiny, token_ids):
 
 
 @SPLITS
-def test_a_split_layer_stays_within_the_loose_tier(pipeline_of, one_layer, token_ids, expert):
+def test_a_split_layer_stays_within_its_tier(pipeline_of, one_layer, token_ids, expert):
     first = pipeline_of(LEGAL, tensor=2, expert=expert).stages[0]
     config = tiny_config()
     bucket, pools = bucket_and_pools(config)
@@ -46,7 +46,7 @@ def test_a_split_layer_stays_within_the_loose_tier(pipeline_of, one_layer, token
         np.asarray(s.x, np.float32).reshape(LENGTH, -1) for s in (bundle.stream, one_layer)
     )
     error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
-    assert error.mean() <= 0.015
+    assert error.mean() <= (2e-4 if expert else 0.015)
     np.testing.assert_allclose(bundle.stream.pre, one_layer.pre, atol=2e-3)
 
 
