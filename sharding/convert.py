@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding
 from dsv41_jax.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from dsv41_jax.checkpoint.groups import ParameterGroup, Shardings, parameter_groups, units_of
 from dsv41_jax.checkpoint.key_map import TensorSpec, expected_tensors
-from dsv41_jax.checkpoint.loader import load_params
 from dsv41_jax.checkpoint.manifest import Manifest, directory_size, fingerprint
 from dsv41_jax.checkpoint.parallel_reader import UnitReader, bytes_to_read
 from dsv41_jax.checkpoint.writer import write_index, write_shard
@@ -94,7 +93,7 @@ def convert(
 ) -> None:
     """Converts a checkpoint, or goes on with an interrupted conversion of the same one.
 
-    Host memory holds one layer at a time.
+    Host memory holds one layer at a time, and Orbax's copies of it.
 
     Args:
       directory: checkpoint in the released layout.
@@ -229,32 +228,39 @@ def _write_host_tensors(checkpoint: Checkpoint, out: pathlib.Path, config: Model
 
 
 def verify(directory: pathlib.Path, out: pathlib.Path, config: ModelConfig) -> list[str]:
-    """Parameters whose bits differ between a checkpoint and its conversion, layer by layer.
+    """Parameters whose bits differ between a checkpoint and its conversion.
+
+    Host memory holds one layer of both at a time.
 
     Raises:
       CheckpointError: one of them is not complete.
     """
-    different = []
-    for layer in range(config.num_hidden_layers):
-        layers = range(layer, layer + 1)
-        first, second = (
-            load_params(path, config, layers=layers, progress=False) for path in (directory, out)
-        )
-        pairs = zip(
-            jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(second), strict=True
-        )
-        different += [
-            ".".join(key.key for key in keys)
-            for (keys, one), other in pairs
-            if not np.array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
-        ]
+    from dsv41_jax.checkpoint.store import restore_unit
+
     before, after = open_checkpoint(directory, config), open_checkpoint(out, config)
+    manifest = Manifest.read(out)
+    different = []
+    with tqdm.tqdm(disable=True) as bar:
+        reader = UnitReader(before, None, bar)
+        for unit, leaves in units_of(parameter_groups(config)).items():
+            first = reader.read(leaves)
+            second = restore_unit(manifest.unit_directory(out, unit), leaves, None)
+            different += [
+                ".".join(keys)
+                for keys, one in first.items()
+                if not np.array_equal(_bits(one), _bits(second[keys]))
+            ]
+            del first, second  # before the next ones are read
     different += [
         name
         for name in after.tensors
         if not np.array_equal(before.read_bytes(name), after.read_bytes(name))
     ]
     return different
+
+
+def _bits(array: jax.Array) -> np.ndarray:
+    return np.asarray(array).view(np.uint8)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def remove_unfinished(directory: pathlib.Path) -> None:
 def restore_unit(
     path: pathlib.Path, groups: list[ParameterGroup], shardings: Shardings | None
 ) -> dict[tuple[str, ...], jax.Array]:
-    """Reads one top-level entry straight to its devices, whatever the mesh it was written from.
+    """Reads leaves of one top-level entry to their devices, whatever mesh they were written from.
 
     Raises:
       CheckpointError: files are damaged or of another model.
@@ -47,7 +47,9 @@ def restore_unit(
             sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False
         )
 
-    args = ocp.args.PyTreeRestore(item=tree, restore_args=jax.tree.map(placed, tree))
+    args = ocp.args.PyTreeRestore(
+        item=tree, restore_args=jax.tree.map(placed, tree), partial_restore=True
+    )
     try:
         with _checkpointer() as checkpointer:
             restored = checkpointer.restore(path, args=args)
