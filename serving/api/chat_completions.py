@@ -28,6 +28,7 @@ class _Chat:
     def __init__(self, run: ChatRun, tokenizer: Tokenizer, *, model: str, answer_id: str) -> None:
         self._run = run
         self._options = run.options
+        self._with_ids = run.options.return_token_ids
         self._tokenizer = tokenizer
         self._head = {
             "id": answer_id,
@@ -39,17 +40,20 @@ class _Chat:
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         parts = await self._run.all_parts()
+        prompt = {"prompt_token_ids": self._run.prompt.token_ids} if self._with_ids else {}
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(index, of_one) for index, of_one in enumerate(parts)],
             "usage": self._run.usage.body(),
             "prompt_logprobs": prompt_logprobs(self._tokenizer, parts[0][0].prompt_logprobs),
+            **prompt,
         }
 
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
         delta = self._run.join(parts)
-        reasoning = delta.reasoning if self._run.prompt.thinking else None
+        thinks = self._run.prompt.thinking and self._options.include_reasoning
+        reasoning = delta.reasoning if thinks else None
         message: dict[str, Any] = {
             "role": "assistant",
             "content": delta.content or (None if delta.tool_calls else ""),
@@ -70,13 +74,16 @@ class _Chat:
         if self._options.sampling.logprobs is not None:
             entries = [entry for part in parts for entry in part.logprobs or ()]
             logprobs = chat_logprobs(self._tokenizer, entries, as_ids=self._options.tokens_as_ids)
-        return {
+        choice = {
             "index": index,
             "message": message,
             "logprobs": logprobs,
             "finish_reason": parts[-1].finish_reason,
             "stop_reason": parts[-1].stop_reason,
         }
+        if self._with_ids:
+            choice["token_ids"] = [token for part in parts for token in part.token_ids]
+        return choice
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events: the role, what each output adds, and how it ended."""
@@ -85,15 +92,22 @@ class _Chat:
             async for index, part in stream:
                 if index not in begun:
                     begun.add(index)
-                    yield self._event(index, {"role": "assistant", "content": ""})
+                    yield self._event(
+                        index,
+                        {"role": "assistant", "content": ""},
+                        prompt_ids=self._run.prompt.token_ids if self._with_ids else None,
+                    )
                 logprobs = None
                 if part.logprobs is not None:
                     logprobs = chat_logprobs(
                         self._tokenizer, part.logprobs, as_ids=self._options.tokens_as_ids
                     )
                 fields = _delta_fields(part.delta)
-                if fields or logprobs is not None:
-                    yield self._event(index, fields or {"content": ""}, logprobs=logprobs)
+                token_ids = part.token_ids if self._with_ids else None
+                if fields or logprobs is not None or token_ids:
+                    yield self._event(
+                        index, fields or {"content": ""}, logprobs=logprobs, token_ids=token_ids
+                    )
                 if part.finish_reason is not None:
                     yield self._event(
                         index,
@@ -117,6 +131,8 @@ class _Chat:
         delta: dict[str, Any],
         *,
         logprobs: dict[str, Any] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        token_ids: Sequence[int] | None = None,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
     ) -> bytes:
@@ -128,7 +144,11 @@ class _Chat:
         }
         if finish_reason is not None:
             choice["stop_reason"] = stop_reason
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        if prompt_ids is not None:
+            chunk["prompt_token_ids"] = prompt_ids
         if self._options.usage_in_every_chunk:
             chunk["usage"] = self._run.usage.body()
         return event(chunk)

@@ -25,12 +25,12 @@ class Part:
     Attributes:
       delta: reasoning, content and tool calls; may be empty.
       logprobs: of the new tokens, or None.
-      num_tokens: how many new tokens there are.
+      token_ids: the new tokens.
       finish_reason, stop_reason: set in the last part.
     """
 
     delta: Delta
-    num_tokens: int
+    token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     cached_tokens: int = 0
@@ -99,7 +99,7 @@ class ChatRun:
         merged = merge([self._parts(request) for request in self._requests])
         async with contextlib.aclosing(merged) as stream:
             async for index, part in stream:
-                self.usage.completion_tokens += part.num_tokens
+                self.usage.completion_tokens += len(part.token_ids)
                 self.usage.cached_tokens = max(self.usage.cached_tokens, part.cached_tokens)
                 yield index, part
 
@@ -160,9 +160,12 @@ class ChatRun:
             deltas += last
             # The end of the output may complete a stop string that was held back.
             stop_reason = parser.stop_reason or stop_reason
+        delta = join_deltas(deltas, one_call=self.one_call)
+        if not self.options.include_reasoning:
+            delta = dataclasses.replace(delta, reasoning="")
         return Part(
-            delta=join_deltas(deltas, one_call=self.one_call),
-            num_tokens=num_tokens,
+            delta=delta,
+            token_ids=ids[:num_tokens],
             logprobs=None if output.logprobs is None else output.logprobs[:num_tokens],
             prompt_logprobs=output.prompt_logprobs,
             cached_tokens=output.num_cached_tokens,

@@ -88,6 +88,7 @@ class _Choice:
         self._options = options
         self._echo = echo
         self._echoed = False
+        self._begun = False
         self._offset = 0
 
     def chunk(self, output: RequestOutput) -> dict[str, Any]:
@@ -112,13 +113,19 @@ class _Choice:
                 as_ids=self._options.tokens_as_ids,
             )
             self._offset += sum(len(tokenizer.token_text(token)) for token in tokens)
-        return {
+        choice = {
             "index": self._index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+        if self._options.return_token_ids:
+            choice["token_ids"] = list(output.token_ids)
+            if not self._begun:
+                choice["prompt_token_ids"] = self._prompt.token_ids
+        self._begun = True
+        return choice
 
 
 class _Completion:
@@ -184,6 +191,9 @@ class _Completion:
                     name: [entry for part in parts for entry in part["logprobs"][name]]
                     for name in choice["logprobs"]
                 }
+            if self._options.return_token_ids:
+                choice["token_ids"] = [token for part in parts for token in part["token_ids"]]
+                choice["prompt_token_ids"] = parts[0]["prompt_token_ids"]
             choices.append({**choice, "prompt_logprobs": of_prompt})
         return {**self._head, "choices": choices, "usage": self._usage.body()}
 

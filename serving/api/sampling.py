@@ -32,7 +32,6 @@ _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "use_beam_search": _is(False),
     "length_penalty": _is(1),
     "truncate_prompt_tokens": _is(),
-    "return_token_ids": _is(False),
     "thinking_token_budget": _is(),
     "stream_interval": _is(1),
     "lora_request": _is(),
@@ -42,7 +41,6 @@ _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "chat_template": _is(),
     "documents": _empty,
     "mm_processor_kwargs": _empty,
-    "include_reasoning": _is(True),
     "separate_reasoning": _is(True),
     "functions": _empty,
     "function_call": _is("none"),
@@ -136,6 +134,8 @@ class Options:
       stream: send as it is generated.
       include_usage, usage_in_every_chunk: where a stream carries usage.
       tokens_as_ids: name tokens in log-probabilities "token_id:123".
+      return_token_ids: send the ids of prompts and of what is generated.
+      include_reasoning: send what the model thinks.
       priority: lower runs first.
       cache_salt: prefixes are shared only with requests of the same salt.
     """
@@ -147,6 +147,8 @@ class Options:
     include_usage: bool
     usage_in_every_chunk: bool
     tokens_as_ids: bool
+    return_token_ids: bool = False
+    include_reasoning: bool = True
     priority: int = 0
     cache_salt: str | None = None
 
@@ -241,6 +243,8 @@ def read_options(
         include_usage=bool(streamed and streamed.include_usage),
         usage_in_every_chunk=bool(streamed and streamed.continuous_usage_stats),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        return_token_ids=bool(body.return_token_ids),
+        include_reasoning=not isinstance(body, ChatBody) or body.include_reasoning is not False,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
     )

@@ -298,3 +298,22 @@ def test_a_schema_that_no_grammar_can_be_made_of_is_a_400(client, engine):
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "tools" and "grammar cannot be used" in error["message"]
+
+
+def test_token_ids_come_when_asked(client, engine, tokenizer):
+    body = chat(client, return_token_ids=True).json()
+    prompt = list(engine.requests[0].prompt_token_ids)
+    assert body["prompt_token_ids"] == prompt
+    assert body["choices"][0]["token_ids"] == engine.script(None)
+    chunks = events_of(chat(client, return_token_ids=True, stream=True))
+    assert chunks[0]["prompt_token_ids"] == prompt
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())]
+    assert ids == engine.script(None)
+
+
+def test_reasoning_is_left_out_when_asked(client):
+    message = chat(client, include_reasoning=False).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("The answer", None)
+    chunks = events_of(chat(client, include_reasoning=False, stream=True))
+    assert join(chunks) == {"reasoning": "", "content": "The answer", "tool_calls": []}

@@ -328,3 +328,14 @@ def test_structured_outputs_become_grammars(client, engine, outputs, kind, text)
     complete(client, structured_outputs=outputs)
     grammar = engine.requests[-1].sampling.grammar
     assert (grammar.kind, grammar.text, grammar.starts_after) == (kind, text, None)
+
+
+def test_token_ids_come_when_asked(client, engine, tokenizer):
+    [choice] = complete(client, return_token_ids=True).json()["choices"]
+    assert choice["prompt_token_ids"] == tokenizer.encode("Hello")
+    assert choice["token_ids"] == engine.script(None)
+    chunks = events_of(complete(client, return_token_ids=True, stream=True))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["prompt_token_ids"] == tokenizer.encode("Hello")
+    assert all("prompt_token_ids" not in choice for choice in choices[1:])
+    assert [token for choice in choices for token in choice["token_ids"]] == engine.script(None)
