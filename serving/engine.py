@@ -102,7 +102,8 @@ class Engine:
 
     A step's tokens are known before the next step is scheduled, and their text is made while
     the next step runs. Behind a step that samples nothing, as inside a long prompt, the next is
-    prepared and dispatched at once.
+    prepared and dispatched at once. Over a pipeline the running requests take turns: those of
+    one step wait for its tokens alone, while others' steps are on other stages.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Engine:
         prefix_cache: bool = True,
         prefix_replay: bool = False,
         decoder_replay: bool = False,
+        microbatches: int = 1,
     ) -> None:
         """
         Args:
@@ -125,6 +127,7 @@ class Engine:
           decoder_replay: whether layers from the last KV source on compute a prompt's last
             window alone: faster, and an approximation (see `dsv41_jax.generate`). Requests
             that want log-probabilities of their prompt are exact.
+          microbatches: steps in flight that the running requests are spread over.
         """
         self.limits = runner.limits
         self._runner = runner
@@ -141,7 +144,9 @@ class Engine:
             look_back=runner.look_back,
             reuses_pages=prefix_cache,
             decoder_replay=decoder_replay,
+            microbatches=microbatches,
         )
+        self._microbatches = microbatches
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[int, TextStream] = {}
@@ -230,7 +235,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Collects what the next step needs, dispatches it, and returns the collected tokens."""
         tokens = []
-        while len(self._in_flight) == _MAX_IN_FLIGHT or self._awaits_tokens():
+        while self._must_collect():
             tokens += self._collect(*self._in_flight.popleft())
         plan = self._scheduler.schedule()
         self._preemptions += len(plan.preempted)
@@ -242,7 +247,12 @@ class Engine:
             tokens += self._collect(*self._in_flight.popleft())
         return [self._output(new) for new in tokens]
 
-    def _awaits_tokens(self) -> bool:
+    def _must_collect(self) -> bool:
+        """Whether a step in flight comes first: there are enough, or the next needs its tokens."""
+        if len(self._in_flight) >= max(_MAX_IN_FLIGHT, self._microbatches):
+            return True
+        if self._microbatches > 1:
+            return False
         return any(rows.samples for plan, _ in self._in_flight for rows in plan.rows)
 
     def stats(self) -> EngineStats:

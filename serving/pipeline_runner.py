@@ -10,14 +10,14 @@ from dsv41_jax.sampling import Sampled, SamplingBatch
 from serving.batch_builder import empty_sampling
 from sharding.cache_sizes import CacheSizes
 from sharding.limits import EngineLimits
-from sharding.microbatch import cut_rows, join_sampled, microbatch_tokens
+from sharding.microbatch import join_sampled, microbatch_tokens
 from sharding.pipeline import MicrobatchResult, Pipeline
 from sharding.stage_runner import Bucket
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStep:
-    """A dispatched step; the microbatches' tokens arrive one after the other."""
+    """A dispatched step; `parts` are its microbatches in order."""
 
     parts: tuple[MicrobatchResult, ...]
     logit_rows: int
@@ -29,7 +29,11 @@ class PipelineStep:
 
 
 class PipelineRunner:
-    """Runs the stages of a pipeline; see `serving.engine.StepRunner` for the attributes."""
+    """Runs the stages of a pipeline; see `serving.engine.StepRunner` for the attributes.
+
+    A step that fits a microbatch is one: stages overlap across the steps an engine has in
+    flight, and a step's tokens do not wait for another step. A larger one is cut.
+    """
 
     def __init__(
         self,
@@ -82,12 +86,11 @@ class PipelineRunner:
         Raises:
           ValueError: the rows do not fit the largest bucket.
         """
-        largest = max(
-            sum(len(row.token_ids) for row in part)
-            for part in cut_rows(rows, self._pipeline.microbatches)
-        )
-        bucket = next((b for b in self._buckets if largest <= b.tokens), self._buckets[-1])
-        results, self._states = self._pipeline.step(self._states, rows, bucket, sampling)
+        total = sum(len(row.token_ids) for row in rows)
+        bucket = next((b for b in self._buckets if total <= b.tokens), self._buckets[-1])
+        parts = max(1, -(-total // bucket.tokens))
+        pipeline = dataclasses.replace(self._pipeline, microbatches=parts)
+        results, self._states = pipeline.step(self._states, rows, bucket, sampling)
         for leaf in jax.tree.leaves([part.value for part in results]):
             leaf.copy_to_host_async()
         return PipelineStep(tuple(results), self.limits.logit_rows)

@@ -80,6 +80,7 @@ class Scheduler:
         look_back: int,
         reuses_pages: bool,
         decoder_replay: bool = False,
+        microbatches: int = 1,
     ) -> None:
         """
         Args:
@@ -88,10 +89,13 @@ class Scheduler:
           look_back: how many earlier token ids every row group carries.
           reuses_pages: whether requests share what equal beginnings hold.
           decoder_replay: whether late layers compute a prompt's last window alone.
+          microbatches: how many steps share the budget of one, and its requests, so that one
+            can begin while another's tokens are on their way.
         """
         self.num_queried_tokens = self.num_hit_tokens = 0
         self._reuses_pages = reuses_pages
         self._decoder_replay = decoder_replay
+        self._microbatches = microbatches
         self._limits = limits
         self._cache = cache
         self._look_back = look_back
@@ -174,14 +178,16 @@ class Scheduler:
         for sequence in self._running:
             self._name_pages(sequence)
             self._cache.trim(sequence.pages, sequence.num_computed)
+        active = len(self._running) + min(len(self._waiting), self._slots.num_free)
         budget = _Budget(
-            tokens=self._limits.max_num_batched_tokens,
+            tokens=-(-self._limits.max_num_batched_tokens // self._microbatches),
+            requests=-(-active // self._microbatches),
             prompt_logits=self._limits.prompt_logit_rows,
         )
         rows: list[ScheduledRows] = []
         preempted: list[int] = []
         position = 0
-        while position < len(self._running) and budget.tokens:
+        while position < len(self._running) and budget.tokens and budget.requests:
             sequence = self._running[position]
             wanted = budget.rows(sequence)
             room = self._cache.room(sequence.pages, sequence.num_computed)
@@ -196,7 +202,7 @@ class Scheduler:
         return StepPlan(tuple(rows), tuple(preempted))
 
     def _admit(self, rows: list[ScheduledRows], budget: "_Budget") -> None:
-        while self._waiting and budget.tokens and self._slots.num_free:
+        while self._waiting and budget.tokens and budget.requests and self._slots.num_free:
             sequence = self._waiting[0]
             full = self._most_reused(sequence) // self._limits.page_size
             hit = self._cache.find(sequence.page_keys(full))
@@ -255,6 +261,7 @@ class Scheduler:
             late_from=sequence.late_from,
         )
         budget.tokens -= count
+        budget.requests -= 1
         budget.prompt_logits -= logits - samples
         sequence.num_computed = end
         sequence.num_scored += logits - samples
@@ -284,6 +291,7 @@ class _Budget:
     """What is left of one step."""
 
     tokens: int
+    requests: int
     prompt_logits: int
 
     def rows(self, sequence: Sequence) -> int:

@@ -187,6 +187,7 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
         prefix_cache=options.prefix_cache,
         prefix_replay=options.prefix_replay,
         decoder_replay=options.decoder_replay,
+        microbatches=workload.microbatches,
     )
     return Serving(
         engine=AsyncEngine(engine),

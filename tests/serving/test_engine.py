@@ -20,10 +20,10 @@ from serving.request import RequestError, SamplingParams
 from sharding.cache_sizes import CacheSizes
 
 
-def make_engine(pages=None, *, eos=EOS, **changes):
+def make_engine(pages=None, *, eos=EOS, microbatches=1, **changes):
     limits = toy_limits(**changes)
     sizes = pages and CacheSizes(window_pages=pages, global_pages=pages, slots=limits.max_num_seqs)
-    return Engine(ToyRunner(limits, sizes, eos=eos), LETTERS)
+    return Engine(ToyRunner(limits, sizes, eos=eos), LETTERS, microbatches=microbatches)
 
 
 def serve(request, **changes):
@@ -75,6 +75,31 @@ def test_together_equals_alone_with_any_chunks_and_preemption(pages, tokens):
     assert stats.num_generation_tokens == sum(r.sampling.max_tokens for r in requests)
     if pages == 16:
         assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("pages", [None, 16, 24])
+@pytest.mark.parametrize("microbatches", [2, 3, 4])
+def test_answers_do_not_depend_on_the_steps_in_flight(pages, microbatches):
+    requests = random_requests(6, 24)
+    one = run_all(make_engine(pages), requests)
+    several = make_engine(pages, microbatches=microbatches)
+    outputs = run_all(several, requests)
+    for request_id, outputs_of_one in one.items():
+        assert merged(outputs[request_id]) == merged(outputs_of_one)
+    stats = several.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+
+
+def test_requests_take_turns_so_that_as_many_steps_are_in_flight_as_asked_for():
+    engine = make_engine(microbatches=2)
+    for index in range(4):
+        engine.add_request(toy_request(str(index), [5, 6], max_tokens=8))
+    for _ in range(6):
+        engine.step()
+    steps = [{row.slot for row in rows} for rows in engine._runner.steps]
+    assert all(len(slots) == 2 for slots in steps)
+    assert all(not before & after for before, after in zip(steps, steps[1:], strict=False))
+    assert len(engine._in_flight) == 2
 
 
 def test_aborted_requests_free_what_they_hold_and_change_no_other():

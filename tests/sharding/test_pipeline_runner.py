@@ -20,9 +20,9 @@ from sharding.limits import engine_limits
 TOKENS = 24
 
 
-def answers(runner, token_ids):
+def answers(runner, token_ids, microbatches=1):
     """Tokens and log-probabilities of requests that come and go at different steps."""
-    engine = Engine(runner, vocabulary(tiny_tokenizer()))
+    engine = Engine(runner, vocabulary(tiny_tokenizer()), microbatches=microbatches)
     for index, (length, new) in enumerate([(5, 6), (30, 3), (1, 8), (17, 2)]):
         sampling = SamplingParams(
             max_tokens=new,
@@ -60,7 +60,9 @@ def test_requests_get_the_answers_of_one_device(pipeline_of, tiny, token_ids):
     staged = PipelineRunner(pipeline_of(LEGAL), **sizes)
     for runner in (alone, staged):
         runner.compile_all()
-    assert answers(staged, token_ids) == answers(alone, token_ids)
+    expected = answers(alone, token_ids)
+    for microbatches in (1, 3):
+        assert answers(staged, token_ids, microbatches) == expected
 
 
 def test_steps_compile_nothing_once_the_runner_is_ready(pipeline_of, token_ids):
