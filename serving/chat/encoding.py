@@ -56,8 +56,8 @@ class ChatPrompt:
       parse_tool_calls: whether the tools are in the prompt, so that calls may come back.
       start: what the output begins with.
       image_urls: one per image placeholder, in the prompt's order.
-      tools: those in the prompt.
-      must_call: whether the answer has to be calls.
+      tools: those in the prompt; they have no equality, and the text tells them apart.
+      must_call: whether the answer has to be calls, which the prompt does not bring about.
     """
 
     text: str
@@ -66,7 +66,7 @@ class ChatPrompt:
     parse_tool_calls: bool
     start: Start
     image_urls: tuple[str, ...]
-    tools: tuple[recipe.ToolDefinition, ...] = ()
+    tools: tuple[recipe.ToolDefinition, ...] = dataclasses.field(default=(), compare=False)
     must_call: bool = False
 
 
@@ -290,5 +290,5 @@ def encode_chat(
         start=start,
         image_urls=tuple(source.url or "" for source in rendered.image_sources),
         tools=tools,
-        must_call=forced,
+        must_call=forced and not opened,
     )

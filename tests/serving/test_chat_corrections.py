@@ -81,9 +81,12 @@ def test_a_named_tool_choice_lists_only_that_tool_and_works_while_thinking(rende
 def test_required_calls_leave_the_prompt_alone_unless_it_is_to_bring_them_about(render):
     off = {"type": "disabled"}
     auto = render(tools=TOOLS, thinking=off)
-    assert render(tools=TOOLS, thinking=off, tool_choice="required") == auto
+    required = render(tools=TOOLS, thinking=off, tool_choice="required")
+    assert required.token_ids == auto.token_ids
+    assert (required.must_call, auto.must_call) == (True, False)
     opened = render(tools=TOOLS, thinking=off, tool_choice="required", forced_calls="prompt")
     assert opened.text == auto.text + "\n\n<｜DSML｜ calls>\n" and opened.start == "tool_calls"
+    assert not opened.must_call
 
 
 def test_thinking_decides_before_kwargs_and_effort(render):
