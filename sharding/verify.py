@@ -5,7 +5,6 @@ the configuration, the checkpoint or the vectors are refused.
 """
 
 import argparse
-import functools
 import pathlib
 import signal
 import sys
@@ -144,7 +143,8 @@ def _length(directory: Directory, case: str) -> int:
     return directory.vectors("short" if case == "single" else case)["input_ids"].shape[-1]
 
 
-_say = functools.partial(print, "verify:", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(f"verify: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

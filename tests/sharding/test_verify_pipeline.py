@@ -7,37 +7,32 @@ import numpy as np
 import pytest
 
 from dsv41_jax.checkpoint import reader
+from dsv41_jax.verify.measure import uncompared
+from sharding import verify
 from sharding.verify import main
 
 LEGAL = ["--pipeline-stages", "1,2,3"]
 
 
-@pytest.fixture
-def with_vectors(tiny, whole, token_ids, tmp_path):
-    """The tiny checkpoint with one program's logits as its vectors."""
+def test_a_pipeline_meets_the_vectors_of_one_program(tiny, whole, token_ids, tmp_path, capsys):
     directory = shutil.copytree(tiny, tmp_path / "model")
-
-    def write(change=0.0):
-        np.savez(
-            directory / "golden_short.npz",
-            **{
-                "input_ids": token_ids,
-                "prefill_len": np.int64(len(token_ids) - 2),
-                "prefill.logits_all": whole[:-2] + np.float32(change),
-                "decode.logits": whole[-2:],
-            },
-        )
-        return directory
-
-    return write
-
-
-def test_a_pipeline_meets_vectors_of_one_program_and_misses_others(with_vectors, capsys):
-    assert main([str(with_vectors()), *LEGAL, "--only", "short", "--json"]) == 0
+    arrays = {
+        "input_ids": token_ids,
+        "prefill_len": np.int64(len(token_ids) - 2),
+        "prefill.logits_all": whole[:-2],
+        "decode.logits": whole[-2:],
+    }
+    np.savez(directory / "golden_short.npz", **arrays)
+    assert main([str(directory), *LEGAL, "--only", "short", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["phase"] for line in lines] == ["prefill", "decode"]
     assert all(line["equal"] == 1 for line in lines)
-    assert main([str(with_vectors(9.0)), *LEGAL, "--only", "short", "--json"]) == 1
+
+
+def test_a_measure_out_of_tolerance_ends_with_status_1(tiny, monkeypatch):
+    missed = [uncompared("short", "logits", "nothing was recorded")]
+    monkeypatch.setattr(verify, "_measures", lambda *arguments: missed)
+    assert main([str(tiny), *LEGAL, "--only", "short"]) == 1
 
 
 def test_a_refused_partition_ends_with_status_3_before_weights(tiny, monkeypatch, capsys):
