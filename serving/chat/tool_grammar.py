@@ -23,11 +23,15 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: Any, root: Mapping[str, Any]) -> str:
-    """A JSON value under a schema, with the definitions that it may refer to."""
+def _json(schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
+    """A JSON value under a schema, with the definitions that it may refer to.
+
+    What cannot be enforced is an error if `strict`, and otherwise left to the model.
+    """
     shared = {name: root[name] for name in _DEFINITIONS if name in root}
     content = {**shared, **schema} if isinstance(schema, Mapping) else {}
-    return f"%json {json.dumps({**content, 'x-guidance': _JSON_OPTIONS})}"
+    options = _JSON_OPTIONS | {"lenient": not strict}
+    return f"%json {json.dumps({**content, 'x-guidance': options})}"
 
 
 def _split_choices(schema: Any) -> tuple[list[str], Any]:
@@ -79,7 +83,7 @@ class _Rules:
         """`</｜DSML｜` and what follows it."""
         return f'"</" {self._mark} {_quoted(rest)}'
 
-    def _value(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
+    def _value(self, name: str, schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
         choices, schema = _split_choices(schema)
         text, as_json = (False, False) if choices and schema is None else _kinds(schema)
         end = f"{self._mark} {_quoted(_END)}"
@@ -91,27 +95,25 @@ class _Rules:
             # The mark is no text, so that the longest text before it ends in what precedes it.
             forms.append(f"{_quoted(_TEXT)} TEXT {end}")
         if as_json:
-            value = self.rule(f"{name}_json", _json(schema, root))
+            value = self.rule(f"{name}_json", _json(schema, root, strict=strict))
             forms.append(f'{_quoted(_JSON)} {value} "</" {end}')
         return self.rule(f"{name}_value", " | ".join(forms))
-
-    def _parameter(self, name: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
-        value = self._value(name, schema, root)
-        begin = self.opening(f' parameter name="{key}" string="')
-        return self.rule(name, f"{begin} {value}")
 
     def call(self, name: str, tool: recipe.ToolDefinition) -> str:
         """One invocation of a tool."""
         schema = tool.parameters if isinstance(tool.parameters, Mapping) else {}
-        properties = schema.get("properties")
+        properties, strict = schema.get("properties"), bool(tool.strict)
         parts = []
         if isinstance(properties, Mapping) and properties:
             required = schema.get("required") or ()
             for index, (key, of_key) in enumerate(properties.items()):
-                parameter = self._parameter(f"{name}_{index}", key, of_key, schema)
+                part = f"{name}_{index}"
+                value = self._value(part, of_key, schema, strict=strict)
+                begin = self.opening(f' parameter name="{key}" string="')
+                parameter = self.rule(part, f"{begin} {value}")
                 parts.append(parameter if key in required else f"{parameter}?")
         elif schema.get("additionalProperties") is not False:
-            value = self._value(f"{name}_any", {}, {})
+            value = self._value(f"{name}_any", {}, {}, strict=strict)
             begin, middle = self.opening(' parameter name="'), _quoted('" string="')
             parts.append(self.rule(f"{name}_more", f"{begin} KEY {middle} {value}") + "*")
         parameters = " ".join(parts) if parts else '"\\n"'
@@ -146,7 +148,7 @@ def tool_grammar(
     if forced:
         rules.rule("start", alone)
     elif answer is not None:
-        rules.rule("start", f"{rules.rule('answer', _json(answer, {}))} | {alone}")
+        rules.rule("start", f"{rules.rule('answer', _json(answer, {}, strict=True))} | {alone}")
     else:
         rules.rule("start", f"FREE | BEFORE {opened}")
         rules.rule("FREE", "/(?s:.*)/")

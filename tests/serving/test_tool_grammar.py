@@ -7,7 +7,7 @@ import pytest
 from serving.chat import tool_grammar
 from serving.chat.released_tokenizer import released_tokenizer_text
 from serving.grammar import GrammarCompiler
-from serving.request import Grammar
+from serving.request import Grammar, RequestError
 from serving.tokenizer import Tokenizer
 
 D = "｜DSML｜"
@@ -137,6 +137,13 @@ def test_strings_with_a_pattern_and_shared_definitions_are_json(accepts):
     assert accepts(block(good), [tool(schema=schema)])
     assert not accepts(block(good.replace("ABC", "abc")), [tool(schema=schema)])
     assert not accepts(block(good.replace("1.5", '"a"')), [tool(schema=schema)])
+
+
+def test_what_cannot_be_enforced_is_an_error_for_strict_tools_only(accepts):
+    schema = {"properties": {"a": {"type": "string", "format": "colour"}}, "required": ["a"]}
+    assert accepts(block(call(json_value("a", '"red"'))), [tool(schema=schema)])
+    with pytest.raises(RequestError, match="colour"):
+        accepts("", [tool(schema=schema, strict=True)])
 
 
 def test_an_enumeration_of_several_types_takes_each_in_its_form(accepts):
