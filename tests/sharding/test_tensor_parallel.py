@@ -1,16 +1,21 @@
 """Devices that share a stage: what they hold, what they send each other, what they compute."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
-from tiny_pipeline import LEGAL, LENGTH, tiny_config
+from tiny_pipeline import CROSSING, LEGAL, LENGTH, tiny_config
 
 from dsv41_jax.checkpoint import load_params
 from dsv41_jax.generate import columns_for, request_rows, window_ring
 from dsv41_jax.host_batch import build_batch, round_rows
 from dsv41_jax.model import Stage
 from dsv41_jax.state import init_state
+from sharding.limits import engine_limits
+from sharding.memory import plan_stage_caches, stage_bytes
 from sharding.stage_runner import Bucket
+from sharding.tensor_plan import plan_tensor_parallel
 from sharding.traffic import all_reduces
 
 SPLITS = pytest.mark.parametrize("expert", [False, True], ids=["channels", "experts"])
@@ -87,3 +92,32 @@ def test_padding_experts_are_empty(pipeline_of):
     for projection in experts.values():
         assert projection["weight"].shape[0] == 4
         assert not np.asarray(projection["weight"][3]).any()
+
+
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
+        (LEGAL, {}),
+        (CROSSING, {"relay": True}),
+        (LEGAL, {"tensor": 2}),
+        (LEGAL, {"tensor": 2, "expert": True}),
+    ],
+    ids=str,
+)
+def test_a_device_holds_the_bytes_that_the_plan_says(pipeline_of, stages, options):
+    pipeline = pipeline_of(stages, **options)
+    config = tiny_config()
+    division = plan_tensor_parallel(
+        config, options.get("tensor", 1), expert_parallel=options.get("expert", False)
+    )
+    limits = engine_limits(config, max_model_len=48, max_num_seqs=3, max_num_batched_tokens=24)
+    sizes = plan_stage_caches(config, pipeline.plan, limits, None)
+    states = pipeline.init_state(**dataclasses.asdict(sizes))
+    planned = stage_bytes(config, pipeline.plan, division, limits, microbatches=1)
+
+    def held(tree):
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+    for stage, state, expected in zip(pipeline.stages, states, planned, strict=True):
+        assert held(stage.params) == expected.parameters
+        assert held(state) == expected.caches
