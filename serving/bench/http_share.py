@@ -3,7 +3,7 @@
 Usage: python -m serving.bench.http_share [--model DIR] [--repeats N] ...
 
 One engine answers the same requests in turn in this process and over HTTP, asked by a second
-process. Both ways are timed as often, one after the other, and the medians are compared.
+process. Both ways are timed in turn; what is reported is the median of the pairs' ratios.
 """
 
 import argparse
@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BenchError, StartupError) as error:
         print(f"serving.bench.http_share: {error}", file=sys.stderr)
         return 3
-    share = statistics.median(served) / statistics.median(alone)
+    shares = [over / bare for over, bare in zip(served, alone, strict=True)]
+    share = statistics.median(shares)
     say(f"protocol: {dataclasses.asdict(protocol)}")
     say(f"engine in process: {statistics.median(alone):.1f} output tokens/s {_rounded(alone)}")
     say(f"over HTTP:         {statistics.median(served):.1f} output tokens/s {_rounded(served)}")
