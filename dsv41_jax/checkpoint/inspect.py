@@ -5,7 +5,8 @@ import pathlib
 from typing import Any
 
 from dsv41_jax.checkpoint.key_map import Component, expected_tensors, layout_faults
-from dsv41_jax.checkpoint.reader import scan
+from dsv41_jax.checkpoint.manifest import Manifest
+from dsv41_jax.checkpoint.reader import NOTHING, scan
 from dsv41_jax.config import ModelConfig
 
 _SHOWN = 40  # faults that the text spells out
@@ -46,15 +47,22 @@ class Inspection:
 def inspect_directory(directory: str | pathlib.Path, config: ModelConfig) -> Inspection:
     """Compares the headers of a checkpoint directory with the configuration's layout.
 
-    Tensors of a shard that cannot be read are not reported again one by one.
+    Tensors of a shard that cannot be read are not reported again one by one. Of a converted
+    directory the shards hold what is not among the parameters; its parts are checked by their
+    sizes.
 
     Raises:
       NoCheckpointError: the path is no checkpoint directory.
     """
-    found = scan(directory)
     expected = expected_tensors(config)
+    manifest = Manifest.read(directory)
+    converted: tuple[str, ...] = ()
+    if manifest is not None:
+        expected = {name: spec for name, spec in expected.items() if not spec.in_params}
+        converted = manifest.faults(directory)
+    found = scan(directory) if expected else NOTHING
     wanted = {name: spec for name, spec in expected.items() if name not in found.unread}
-    faults = [*found.faults, *layout_faults(wanted, found.tensors)]
+    faults = [*converted, *found.faults, *layout_faults(wanted, found.tensors)]
     totals: dict[Component, list[int]] = {}
     for name, spec in expected.items():
         total = totals.setdefault(spec.component, [0, 0, 0, 0])

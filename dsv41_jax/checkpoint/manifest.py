@@ -78,20 +78,13 @@ class Manifest:
         """Where one top-level entry lies."""
         return pathlib.Path(directory).resolve() / f"stage_{self.units[unit]}" / unit
 
-    def check(self, directory: str | pathlib.Path) -> None:
-        """Refuses a conversion that was interrupted or that lost files.
-
-        Raises:
-          CheckpointError: names what is missing.
-        """
+    def faults(self, directory: str | pathlib.Path) -> tuple[str, ...]:
+        """One sentence for each sign that the conversion was interrupted or lost files."""
         if not self.complete:
             done = sum(self.unit_directory(directory, unit).is_dir() for unit in self.units)
-            raise CheckpointError(
-                str(directory),
-                [
-                    f"its conversion was interrupted: {done} of {len(self.units)} parts are there; "
-                    "run sharding.convert again with the same arguments to continue it"
-                ],
+            return (
+                f"its conversion was interrupted: {done} of {len(self.units)} parts are there; "
+                "run sharding.convert again with the same arguments to continue it",
             )
         faults = []
         for unit, size in self.sizes.items():
@@ -102,6 +95,15 @@ class Manifest:
                     f"{path.parent.name}/{unit} has {found[0]} files of {found[1]} bytes; "
                     f"{size[0]} files of {size[1]} bytes were written"
                 )
+        return tuple(faults)
+
+    def check(self, directory: str | pathlib.Path) -> None:
+        """Refuses a conversion that was interrupted or that lost files.
+
+        Raises:
+          CheckpointError: names what is missing.
+        """
+        faults = self.faults(directory)
         if faults:
             raise CheckpointError(str(directory), faults)
 

@@ -251,6 +251,9 @@ class Scan:
     unread: frozenset[str]
 
 
+NOTHING = Scan(tensors={}, shards=0, faults=(), unread=frozenset())
+
+
 def scan(path: str | pathlib.Path) -> Scan:
     """Reads the index and the headers of a checkpoint directory, without the data.
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dsv41_jax
 from dsv41_jax.checkpoint import CheckpointError, abstract_params, load_params, open_checkpoint
+from dsv41_jax.checkpoint.__main__ import main as inspect
 from dsv41_jax.checkpoint.manifest import MANIFEST_NAME, Manifest
 from dsv41_jax.hf_config import load_config
 from sharding import convert
@@ -89,6 +90,20 @@ def test_model_opens_from_the_converted_directory(converted):
             rows.codes, second.engram.lookup(ids, np.full(3, -1))[layer].codes
         )
     chex.assert_trees_all_equal(first.params, second.params)
+
+
+def test_inspect_knows_a_converted_directory(converted, tmp_path, capsys):
+    assert inspect(["inspect", str(converted)]) == 0
+    manifest = json.loads((converted / MANIFEST_NAME).read_text())
+    interrupted = tmp_path / "out"
+    interrupted.mkdir()
+    for path in converted.iterdir():
+        if path.is_file():
+            os.link(path, interrupted / path.name)
+    (interrupted / MANIFEST_NAME).unlink()
+    (interrupted / MANIFEST_NAME).write_text(json.dumps(manifest | {"sizes": {}}))
+    assert inspect(["inspect", str(interrupted)]) == 1
+    assert "its conversion was interrupted: 0 of 12 parts are there" in capsys.readouterr().out
 
 
 def test_converting_again_changes_nothing(converted, capsys):
