@@ -12,7 +12,7 @@ import tokenizers
 import tqdm
 
 from dsv41_jax.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from dsv41_jax.config import ConfigError, ModelConfig
+from dsv41_jax.config import ConfigError, EngramConfig, ModelConfig
 from dsv41_jax.engram_hash import EngramHasher, token_map_from_tokenizer
 from dsv41_jax.quantization.rows import PackedRows
 
@@ -127,7 +127,7 @@ class EngramTables:
         Raises:
           ValueError: a wrong history length, or an id outside the vocabulary.
         """
-        out = self.empty_rows(len(token_ids))
+        out = empty_rows(self.hasher.config, self.layer_ids, len(token_ids))
         self.lookup_many([token_ids], [history], out)
         return out
 
@@ -155,17 +155,17 @@ class EngramTables:
             table.codes.take(index, axis=0, out=found.codes[:count], mode="clip")
             table.scales.take(index, axis=0, out=found.scales[:count], mode="clip")
 
-    def empty_rows(self, tokens: int) -> dict[int, PackedRows]:
-        """Zeroed rows by layer, for `lookup_many`."""
-        config = self.hasher.config
-        shape = (tokens, config.num_columns)
-        return {
-            layer: PackedRows(
-                np.zeros((*shape, config.head_dim), np.uint8),
-                np.zeros((*shape, config.head_dim // 32), np.uint8),
-            )
-            for layer in self.layer_ids
-        }
+
+def empty_rows(config: EngramConfig, layers: Iterable[int], tokens: int) -> dict[int, PackedRows]:
+    """Zeroed rows of `tokens` tokens by layer, for `EngramTables.lookup_many`."""
+    shape = (tokens, config.num_columns)
+    return {
+        layer: PackedRows(
+            np.zeros((*shape, config.head_dim), np.uint8),
+            np.zeros((*shape, config.head_dim // 32), np.uint8),
+        )
+        for layer in layers
+    }
 
 
 def _table(

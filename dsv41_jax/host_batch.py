@@ -7,7 +7,7 @@ import numpy as np
 
 from dsv41_jax.batch import ROW_TILE, TokenBatch
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.engram_table import EngramTables, empty_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def build_batch(
         num_late_rows=np.int32(len(late)),
         window_from=np.zeros(requests, np.int32),
         late_window_from=np.zeros(requests, np.int32),
-        engram={} if engram is None else engram.empty_rows(tokens),
+        engram={} if engram is None else empty_rows(config.engram, engram.layer_ids, tokens),
     )
     if engram is not None and rows:
         engram.lookup_many(

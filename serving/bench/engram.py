@@ -20,7 +20,7 @@ from dsv41_jax.checkpoint.synthetic import make_checkpoint
 from dsv41_jax.checkpoint.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer, write_tiny_tokenizer
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.engram_hash import token_map_from_tokenizer
-from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.engram_table import EngramTables, empty_rows
 from dsv41_jax.hf_config import RELEASED, load_config
 
 # requests and tokens of each in one step
@@ -103,7 +103,7 @@ def measure(tables: EngramTables, config: ModelConfig, step: str, seed: int) -> 
     requests, tokens = STEPS[step]
     rng = np.random.default_rng(seed)
     repeats = max(20, 2000 // (requests * tokens))
-    out = tables.empty_rows(requests * tokens)
+    out = empty_rows(config.engram, tables.layer_ids, requests * tokens)
     look_back = config.engram.max_ngram_size - 1
     samples = []
     for sample in range(_SAMPLES + 1):

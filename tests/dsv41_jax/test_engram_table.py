@@ -10,7 +10,7 @@ import tokenizers
 
 from dsv41_jax.checkpoint import Checkpoint, CheckpointError
 from dsv41_jax.config import ConfigError
-from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.engram_table import EngramTables, empty_rows
 from dsv41_jax.hf_config import load_config
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -99,7 +99,7 @@ def test_requests_looked_up_together_are_those_looked_up_alone():
     ids[1][2] = -1
     histories = [rng.integers(-1, config.vocab_size, 3) for _ in ids]
     total = sum(map(len, ids))
-    out = tables.empty_rows(total + 2)
+    out = empty_rows(config.engram, tables.layer_ids, total + 2)
     for rows in out.values():
         rows.codes[total:] = 7
     tables.lookup_many(ids, histories, out)
