@@ -97,6 +97,13 @@ def test_thinking_decides_before_kwargs_and_effort(render):
     assert render(reasoning_effort="none", thinking={"type": "adaptive"}).thinking
 
 
+@pytest.mark.parametrize(
+    ("effort", "number"), [("minimal", 50), ("low", 50), ("medium", 75), ("high", 75), ("max", 100)]
+)
+def test_every_effort_has_its_number(render, effort, number):
+    assert f"Reasoning Effort: {number} (" in render(reasoning_effort=effort).text
+
+
 def test_prefixes_start_where_they_leave_off(render):
     def start(**message):
         last = {"role": "assistant", "content": "", "prefix": True, **message}

@@ -267,6 +267,26 @@ def test_strict_tools_are_parsed(client):
     assert isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, Greet)
 
 
+def test_bans_and_biases_hold(client):
+    def tokens(**extra):
+        answer = client.completions.create(
+            model="tiny",
+            prompt="x",
+            max_tokens=20,
+            logprobs=0,
+            seed=3,
+            extra_body={"ignore_eos": True, "return_token_ids": True} | extra,
+        )
+        return answer.choices[0].token_ids
+
+    free = tokens()
+    assert set(tokens(allowed_token_ids=[70, 71])) <= {70, 71}
+    assert set(tokens(logit_bias={"75": 100})) == {75}
+    assert free[0] not in tokens(logit_bias={str(free[0]): -100})
+    assert set(tokens(allowed_token_ids=[70, 71], bad_words=["e"])) <= {70, 71}
+    assert tokens(repetition_penalty=1.0, presence_penalty=0.0) == free
+
+
 def test_chat_logprobs_add_up(client):
     answer = ask(client, [{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content
