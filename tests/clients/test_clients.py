@@ -2,11 +2,15 @@
 
 import json
 import pathlib
+import subprocess
+import sys
+import zipfile
 
 import httpx
 
 HERE = pathlib.Path(__file__).parent
 CPU_TORCH = "torch==2.13.0"  # guidellm and lm-eval would bring one of several gigabytes
+VLLM = "vllm==0.33.0"
 
 
 def test_litellm(install, run, server_url):
@@ -56,3 +60,36 @@ def test_guidellm(install, run, server_url, tmp_path):
     requests = benchmark["requests"]
     assert len(requests["successful"]) == 6 and not requests["errored"]
     assert all(request["output_tokens"] == 8 for request in requests["successful"])
+
+
+def test_vllm_bench(environments, run, server_url, tmp_path):
+    """vLLM's benchmark in its compiled form: one program out of the wheel, nothing installed."""
+    folder = environments / "vllm"
+    program = folder / "vllm" / "vllm-rs"
+    if not program.exists():
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--dest", tmp_path, VLLM], check=True)
+        [wheel] = tmp_path.glob("vllm-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract("vllm/vllm-rs", folder)
+        program.chmod(0o755)
+    models = httpx.get(f"{server_url}/v1/models").json()["data"]
+    for backend in ("openai", "openai-chat"):
+        result = tmp_path / f"{backend}.json"
+        run(
+            program, "bench", "serve",
+            "--backend", backend,
+            "--base-url", server_url,
+            "--model", "tiny",
+            "--tokenizer", models[0]["root"],
+            "--random-input-len", "48",
+            "--random-output-len", "8",
+            "--num-prompts", "6",
+            "--max-concurrency", "2",
+            "--ignore-eos",
+            "--save-result",
+            "--result-filename", result,
+        )  # fmt: skip
+        report = json.loads(result.read_text())
+        assert (report["completed"], report["failed"]) == (6, 0)
+        assert report["total_output_tokens"] == 6 * 8
