@@ -257,8 +257,8 @@ def quantized_before_rope():
 
 
 def window_without_the_token_itself(original=block.window_positions):
-    def before(positions, window):
-        seen = original(positions, window)
+    def before(positions, earliest, window):
+        seen = original(positions, earliest, window)
         return jnp.where(seen == positions[:, None], -1, seen)
 
     return patches((block, "window_positions", before))
