@@ -17,6 +17,7 @@ from dsv41_jax.model import Params, Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch, sample
 from dsv41_jax.shared_state import SharedState
 from dsv41_jax.state import StageState, init_state
+from sharding.boundary import bundle_shardings, bundle_specs, gather_rows, shard_rows
 from sharding.relay import Bundle, add_replicas, receive, send
 from sharding.rules import replicated
 from sharding.stage_plan import Boundary, StageContents
@@ -62,19 +63,20 @@ class StageStep:
           params: of the stage's layers.
           state: its caches, with its replicas.
           batch: the microbatch.
-          received: from the stage before; None on the first.
+          received: from the stage before, this device's rows of the stream; None on the first.
           sampling: how the last stage chooses tokens; None for logits.
 
         Returns:
-          A `Bundle` for the next stage; on the last one the tokens or float32[L, V] logits.
-          Then the caches after the microbatch.
+          A `Bundle` for the next stage, with this device's rows of the stream; on the last one
+          the tokens or float32[L, V] logits. Then the caches after the microbatch.
 
         Raises:
           SharingError: a layer reads what was neither published here nor relayed.
         """
         config, stream, shared = self.stage.config, None, SharedState()
+        devices = self.stage.partition.tensor
         if received is not None:
-            stream = received.stream
+            stream = gather_rows(received.stream, batch.positions.shape[0], devices)
             replicas = self.contents.replicas
             state, shared = receive(config, replicas, received, batch, state)
         try:
@@ -82,7 +84,9 @@ class StageStep:
         except SharingError as error:
             raise SharingError(f"pipeline stage {self.contents.stage}: {error}") from None
         if self.boundary is not None:
-            return send(self.stage, self.boundary.relay, result, received), result.state
+            bundle = send(self.stage, self.boundary.relay, result, received)
+            own = shard_rows(bundle.stream, devices)
+            return dataclasses.replace(bundle, stream=own), result.state
         logits = result.head.logits
         if sampling is None:
             return logits, result.state
@@ -159,26 +163,37 @@ class StageRunner:
         sampling: SamplingBatch | None,
     ) -> tuple[StageOutput, StageState]:
         """Starts one microbatch and returns before it is done; see `StageStep`."""
-        batch, received, sampling = self.place((self.batch(rows, bucket), received, sampling))
+        batch, sampling = self.place((self.batch(rows, bucket), sampling))
+        if received is not None:
+            received = jax.device_put(received, bundle_shardings(self.mesh))
         return self.program(self.params, state, batch, received, sampling)
 
 
 def stage_program(step: StageStep, mesh: Mesh, specs: Params) -> jax.stages.Wrapped:
-    """The jitted step of a stage: parameters sharded, everything else on every device."""
-    everywhere = PartitionSpec()
+    """The jitted step of a stage.
+
+    Parameters are sharded, the stream at the boundaries is split by rows, and everything else
+    is on every device.
+    """
+    everywhere, whole = PartitionSpec(), replicated(mesh)
+    received, received_sharding = everywhere, whole
+    if not step.stage.is_first:
+        received, received_sharding = bundle_specs(), bundle_shardings(mesh)
+    output, output_sharding = everywhere, whole
+    if step.boundary is not None:
+        output, output_sharding = bundle_specs(), bundle_shardings(mesh)
     sharded = jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(specs, everywhere, everywhere, everywhere, everywhere),
-        out_specs=everywhere,
+        in_specs=(specs, everywhere, everywhere, received, everywhere),
+        out_specs=(output, everywhere),
         check_vma=False,
     )
-    whole = replicated(mesh)
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.jit(
         sharded,
         donate_argnums=1,
-        in_shardings=(params, whole, whole, whole, whole),
-        out_shardings=whole,
+        in_shardings=(params, whole, whole, received_sharding, whole),
+        out_shardings=(output_sharding, whole),
         compiler_options=COMPILER_OPTIONS,
     )
