@@ -33,6 +33,11 @@ class GrammarState:
         """Whether the next token is constrained: begun, and not past its end token."""
         return self._starts_after is None and not self._is_over
 
+    @property
+    def awaited(self) -> int | None:
+        """The token that the grammar begins after; None once it has begun."""
+        return self._starts_after
+
     def push(self, token: int) -> None:
         """Takes note of a sampled token."""
         if self._starts_after is not None:

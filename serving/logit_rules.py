@@ -45,7 +45,8 @@ class LogitRules:
           prompt_token_ids: its prompt; the repetition penalty counts it.
           vocab_size: V.
           eos_token_id: not sampled before `min_tokens`, unless it is ignored.
-          grammar: what constrains the output, at its beginning.
+          grammar: what constrains the output, at its beginning; an output does not end (by EOS
+            or a stop token) before it has begun.
         """
         self._vocab_size = vocab_size
         self._min_tokens = sampling.min_tokens
@@ -123,8 +124,11 @@ class LogitRules:
             banned = [
                 word[-1] for word in self._phrases if tail[len(tail) - len(word) + 1 :] == word[:-1]
             ]
+        awaited = None if self._grammar is None else self._grammar.awaited
         if self._generated < self._min_tokens:
             banned.extend(self._ending)
+        elif awaited is not None:
+            banned.extend(token for token in self._ending if token != awaited)
         return banned
 
 

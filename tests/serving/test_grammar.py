@@ -46,6 +46,27 @@ def test_it_begins_after_its_token():
     assert state.is_active and allowed(state) == {"x"}
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_output_does_not_end_before_its_grammar_has_begun(seed):
+    grammar = Grammar(kind="choice", text='["xy"]', starts_after=40)
+    stop = (20, 21)
+    options = {"stop_token_ids": stop, "ignore_eos": False, "temperature": 1.0, "seed": seed}
+    likely = {"logit_bias": tuple((token, 12.0) for token in (1, *stop, 40))}
+    tokens = tokens_of(serve(toy_request("a", [5], grammar=grammar, **likely, **options)))
+    begun = tokens.index(40)
+    assert not {1, *stop} & set(tokens[:begun])
+    assert tokens[begun + 1 :] == [LETTER[b"x"], LETTER[b"y"], 1]
+
+
+def test_a_stop_token_that_the_grammar_waits_for_still_ends_the_output():
+    grammar = Grammar(kind="choice", text='["xy"]', starts_after=40)
+    request = toy_request(
+        "a", [5], grammar=grammar, stop_token_ids=(40,), logit_bias=((40, 100.0),)
+    )
+    outputs = serve(request)
+    assert (tokens_of(outputs), outputs[-1].stop_reason) == ([40], 40)
+
+
 def test_added_tokens_do_not_stand_for_their_spelling():
     state = compiler(Vocabulary(LETTERS.token_bytes, LETTERS.special, frozenset({LETTER[b"x"]})))
     assert allowed(state.compile(Grammar(kind="regex", text="[xy]"))) == {"y"}
