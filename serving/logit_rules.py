@@ -113,7 +113,7 @@ class LogitRules:
         return changed
 
     def _narrow(self, words: np.ndarray, rest: np.ndarray) -> None:
-        # What contradicts a stronger rule (a grammar that has to end, say) gives way to it.
+        # A ban that would leave no token gives way to the rules before it.
         if not bitmask.is_empty(rest, self._vocab_size):
             words[:] = rest
 

@@ -73,7 +73,8 @@ class SamplingParams:
       allowed_token_ids: the only tokens that are sampled; None allows all.
       bad_words: token sequences that are not generated.
       logprob_token_ids: tokens whose log-probability comes with every generated token.
-      grammar: what the output has to follow.
+      grammar: what the output has to follow; not together with `min_tokens`,
+        `allowed_token_ids` or `bad_words`, which could leave it no token.
     """
 
     max_tokens: int = 16
@@ -121,6 +122,8 @@ class SamplingParams:
         penalty = self.repetition_penalty
         _require(0 < penalty < float("inf"), "repetition_penalty", penalty, "above 0")
         self._check_token_lists()
+        if self.grammar is not None:
+            self._check_beside_grammar()
 
     def _check_token_lists(self) -> None:
         biases, allowed, words = self.logit_bias, self.allowed_token_ids, self.bad_words
@@ -149,6 +152,16 @@ class SamplingParams:
             f"{watched} tokens",
             f"at most {MAX_LOGPROBS}",
         )
+
+    def _check_beside_grammar(self) -> None:
+        for name in ("allowed_token_ids", "bad_words", "min_tokens"):
+            if getattr(self, name):
+                raise RequestError(
+                    f"{name} cannot be used where a grammar (a response format, structured "
+                    "outputs, or tools that must be followed) decides which tokens may come; "
+                    f"leave {name} out",
+                    param=name,
+                )
 
     @property
     def changes_logits(self) -> bool:

@@ -124,6 +124,14 @@ COMPLETIONS = [
     ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "of the wrong type"),
     ({"structured_outputs": {"json": 5}}, "structured_outputs", "of the wrong type"),
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "is not supported"),
+    *(
+        (
+            {"response_format": {"type": "json_object"}, name: value},
+            name,
+            f"{name} cannot be used where a grammar",
+        )
+        for name, value in (("allowed_token_ids", [5]), ("bad_words", ["x"]), ("min_tokens", 2))
+    ),
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "is not supported"),
     ({"priority": 2**31}, "priority", "it must be a 32-bit integer"),
     ({"cache_salt": ""}, "cache_salt", "cache_salt is empty"),
@@ -224,6 +232,11 @@ CHATS = [
     ({"echo": True}, "echo", "echo is not supported for chats"),
     ({"functions": [{"name": "f"}]}, "functions", "functions is not supported"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "is not supported"),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "min_tokens": 2},
+        "min_tokens",
+        "min_tokens cannot be used where a grammar",
+    ),
     ({"messages": [{"role": "user", "content": "x" * 500}]}, "prompt", "maximum context length"),
 ]
 

@@ -150,7 +150,18 @@ def test_outputs_follow_their_grammars_beside_each_other_and_through_preemption(
             assert tokens[tokens.index(40) + 1] == LETTER[b"<"]
 
 
-def test_a_grammar_that_is_complete_gives_way_to_nothing_and_end_tokens_win_over_min_tokens():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("min_tokens", 1), ("allowed_token_ids", (1, 5)), ("bad_words", ((5, 6),))],
+)
+def test_what_could_leave_a_grammar_no_token_is_refused_beside_one(name, value):
     grammar = Grammar(kind="regex", text="ab")
-    outputs = serve(toy_request("a", [5], grammar=grammar, min_tokens=6, ignore_eos=False))
+    with pytest.raises(RequestError, match=f"{name} cannot be used where a grammar") as caught:
+        toy_request("a", [5], grammar=grammar, **{name: value})
+    assert caught.value.param == name
+
+
+def test_a_grammar_that_is_complete_ends_the_output():
+    grammar = Grammar(kind="regex", text="ab")
+    outputs = serve(toy_request("a", [5], grammar=grammar, ignore_eos=False))
     assert tokens_of(outputs) == [LETTER[b"a"], LETTER[b"b"], 1]
