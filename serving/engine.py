@@ -125,7 +125,7 @@ class Engine:
           prefix_replay: whether they are reused even where the window is gone, an
             approximation (see `serving.cache_groups`).
           decoder_replay: whether layers from the last KV source on compute a prompt's last
-            window alone: faster, and an approximation (see `dsv41_jax.generate`). Requests
+            window alone: faster, and an approximation (see `dsv41_jax.inference`). Requests
             that want log-probabilities of their prompt are exact.
           microbatches: steps in flight that the running requests are spread over.
         """

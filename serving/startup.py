@@ -23,7 +23,7 @@ from serving.engine import Engine
 from serving.pipeline_runner import PipelineRunner
 from serving.runner import Runner, token_buckets
 from serving.tokenizer import Tokenizer, TokenizerError
-from sharding.cache_sizes import CacheSizes
+from sharding.cache_sizes import CacheBudgetError, CacheSizes
 from sharding.fit import FitError, Workload, check_devices
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import plan_stage_caches, stage_cache_bytes
@@ -219,10 +219,15 @@ def start(model: Path | None, options: EngineOptions, say: Say) -> Serving:
     path = _model_directory(model, say)
     try:
         serving = _build(path, options, say)
+    except (CacheBudgetError, FitError) as error:
+        raise DoesNotFitError(str(error)) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise DoesNotFitError(
+            f"the device ran out of memory: {str(error).splitlines()[0]}; lower --max-num-seqs, "
+            "--max-num-batched-tokens, --max-model-len or --kv-cache-memory-bytes"
+        ) from error
     except (ConfigError, PartitionError, CheckpointError, TokenizerError) as error:
         raise StartupError(" ".join(str(error).split())) from error
-    except FitError as error:
-        raise DoesNotFitError(str(error)) from error
     except (OSError, MemoryError) as error:
         raise StartupError(f"{path} cannot be served: {error}") from error
     return serving if model is not None else dataclasses.replace(serving, name=RANDOM_NAME)

@@ -17,8 +17,8 @@ import numpy as np
 
 from dsv41_jax.checkpoint import CheckpointError
 from dsv41_jax.config import ConfigError
-from dsv41_jax.generate import columns_for, request_rows, window_ring
 from dsv41_jax.hf_config import load_config
+from dsv41_jax.inference import columns_for, request_rows, window_ring
 from sharding.mesh import provide_cpu_devices
 from sharding.microbatch import microbatch_tokens
 from sharding.options import add_partition_options, partition_options, positive

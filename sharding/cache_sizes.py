@@ -7,6 +7,10 @@ from dsv41_jax.layer_plan import layer_spec
 from sharding.limits import EngineLimits
 
 
+class CacheBudgetError(ConfigError):
+    """Memory for caches that does not hold one request."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheBytes:
     """Bytes of one page of each group and of one request's open groups, over some layers."""
@@ -67,7 +71,7 @@ def plan_cache(limits: EngineLimits, unit: CacheBytes, budget: int | None) -> Ca
       budget: bytes for all caches (option --kv-cache-memory-bytes), or None.
 
     Raises:
-      ConfigError: the budget does not hold one request of max_model_len.
+      CacheBudgetError: the budget does not hold one request of max_model_len.
     """
     seqs, chunk = limits.max_num_seqs, limits.max_num_batched_tokens
     request = _span(limits, 1) + 1 + 2 * _span(limits, 0)
@@ -83,7 +87,7 @@ def plan_cache(limits: EngineLimits, unit: CacheBytes, budget: int | None) -> Ca
     )
     spare = budget - least.total_bytes(unit)
     if spare < 0:
-        raise ConfigError(
+        raise CacheBudgetError(
             f"kv_cache_memory_bytes {budget} is too small: one request of max_model_len "
             f"{limits.max_model_len} needs {least.total_bytes(unit)} bytes "
             f"({least.global_pages} global pages of {unit.global_page} bytes, "

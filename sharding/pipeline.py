@@ -10,7 +10,9 @@ import numpy as np
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_table import EngramTables, Placement, read_tokenizer
-from dsv41_jax.generate import (
+from dsv41_jax.hf_config import load_config
+from dsv41_jax.host_batch import RequestRows, round_rows
+from dsv41_jax.inference import (
     check_request,
     columns_for,
     decode_loop,
@@ -18,8 +20,6 @@ from dsv41_jax.generate import (
     replay_start,
     window_ring,
 )
-from dsv41_jax.hf_config import load_config
-from dsv41_jax.host_batch import RequestRows, round_rows
 from dsv41_jax.model import Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from dsv41_jax.state import StageState
@@ -106,7 +106,7 @@ class Pipeline:
         return results, tuple(current)
 
     def score(self, token_ids: Sequence[int], chunk_size: int | None = None) -> np.ndarray:
-        """Teacher-forced logits of every position; see `dsv41_jax.generate.score`."""
+        """Teacher-forced logits of every position; see `dsv41_jax.inference.score`."""
         chunk = check_request(self.config, token_ids, 0, chunk_size)
         states = self._request_state(len(token_ids), chunk)
         tokens = microbatch_tokens(chunk, self.microbatches)
@@ -127,7 +127,7 @@ class Pipeline:
         seed: int = 0,
         decoder_replay: bool = False,
     ) -> list[int]:
-        """Continues a prompt; see `dsv41_jax.generate.generate`."""
+        """Continues a prompt; see `dsv41_jax.inference.generate`."""
         chunk = check_request(self.config, token_ids, max_new_tokens, None)
         total = len(token_ids) + max_new_tokens
         states = self._request_state(total, chunk)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.engram_table import EngramTables
 from dsv41_jax.forward import COMPILER_OPTIONS
-from dsv41_jax.generate import Model, columns_for, request_rows, score
+from dsv41_jax.inference import Model, columns_for, request_rows, score
 from dsv41_jax.layers.block import Stream
 from dsv41_jax.model import Params
 from dsv41_jax.shared_state import SharedState

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from dsv41_jax.checkpoint import CheckpointError
 from dsv41_jax.config import ConfigError
-from dsv41_jax.generate import Model
 from dsv41_jax.hf_config import load_config
+from dsv41_jax.inference import Model
 from dsv41_jax.verify.layers import check_layers
 from dsv41_jax.verify.logits import RUN_CASES, check_greedy, check_multi, check_run
 from dsv41_jax.verify.measure import Measure

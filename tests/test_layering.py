@@ -36,7 +36,7 @@ FLOORS = {
     "engram_table": 5,
     "host_batch": 5,
     "forward": 5,
-    "generate": 5,
+    "inference": 5,
     "verify": 5,
     "verification": 5,
 }

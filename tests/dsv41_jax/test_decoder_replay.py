@@ -10,8 +10,8 @@ import pytest
 import dsv41_jax
 from dsv41_jax.batch import page_size
 from dsv41_jax.forward import forward
-from dsv41_jax.generate import columns_for, prompt_chunks, replay_start, request_rows
 from dsv41_jax.host_batch import build_batch
+from dsv41_jax.inference import columns_for, prompt_chunks, replay_start, request_rows
 from dsv41_jax.quantization.rows import PackedRows
 from dsv41_jax.state import init_state
 

@@ -24,9 +24,9 @@ def model(tmp_path):
     return target
 
 
-def refuse(capsys, *arguments):
+def refuse(capsys, *arguments, status=3):
     """The one line a refused start prints."""
-    assert main(["--port", "0", *map(str, arguments)]) == 3
+    assert main(["--port", "0", *map(str, arguments)]) == status
     error = capsys.readouterr().err
     lines = [line for line in error.splitlines() if line.startswith("serving.main: ")]
     assert len(lines) == 1 and "Traceback" not in error
@@ -106,8 +106,14 @@ def test_a_context_beyond_the_models_is_refused(capsys, model):
 
 
 def test_too_little_cache_memory_is_refused(capsys, model):
-    line = refuse(capsys, "--model", model, "--kv-cache-memory-bytes", 1000)
+    line = refuse(capsys, "--model", model, "--kv-cache-memory-bytes", 1000, status=4)
     assert "kv_cache_memory_bytes 1000 is too small" in line
+
+
+def test_a_device_that_runs_out_of_memory_is_said_in_one_line(capsys, model):
+    sizes = ["--max-num-seqs", 5 * 10**7, "--max-num-batched-tokens", 5 * 10**7]
+    line = refuse(capsys, "--model", model, *sizes, status=4)
+    assert "the device ran out of memory" in line and "lower --max-num-seqs" in line
 
 
 def test_an_unknown_host_is_refused(capsys):
@@ -117,7 +123,7 @@ def test_an_unknown_host_is_refused(capsys):
 
 def test_draft_and_vision_tensors_are_said_to_be_left_alone(capsys, model):
     arguments = ["--port", "0", "--model", str(model), "--kv-cache-memory-bytes", "1000"]
-    assert main(arguments) == 3
+    assert main(arguments) == 4
     out = capsys.readouterr().out
     assert "115 draft tensors (0.5 MB), which are left alone" in out
     assert "26 vision tensors (0.2 MB), which are left alone" in out

@@ -10,8 +10,8 @@ from tiny_pipeline import LEGAL, LENGTH
 
 import sharding
 from dsv41_jax.axes import TENSOR
-from dsv41_jax.generate import columns_for, request_rows, window_ring
 from dsv41_jax.host_batch import round_rows
+from dsv41_jax.inference import columns_for, request_rows, window_ring
 from dsv41_jax.layers.block import Stream
 from sharding.boundary import gather_rows, shard_rows
 from sharding.pipeline import build_pipeline

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_pipeline import CROSSING, LEGAL, LENGTH
 
-from dsv41_jax.generate import columns_for, generate, load, request_rows, window_ring
 from dsv41_jax.host_batch import round_rows
+from dsv41_jax.inference import columns_for, generate, load, request_rows, window_ring
 from sharding import stage_runner
 from sharding.rules import replicated
 from sharding.stage_runner import Bucket

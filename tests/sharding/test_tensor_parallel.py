@@ -8,8 +8,8 @@ import pytest
 from tiny_pipeline import CROSSING, LEGAL, LENGTH, tiny_config
 
 from dsv41_jax.checkpoint import load_params
-from dsv41_jax.generate import columns_for, request_rows, window_ring
 from dsv41_jax.host_batch import build_batch, round_rows
+from dsv41_jax.inference import columns_for, request_rows, window_ring
 from dsv41_jax.model import Stage
 from dsv41_jax.state import init_state
 from sharding.limits import engine_limits

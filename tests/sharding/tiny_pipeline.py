@@ -6,8 +6,8 @@ import numpy as np
 
 from dsv41_jax.checkpoint.synthetic import make_checkpoint
 from dsv41_jax.checkpoint.tiny_tokenizer import tiny_tokenizer
-from dsv41_jax.generate import columns_for, request_rows, window_ring
 from dsv41_jax.host_batch import round_rows
+from dsv41_jax.inference import columns_for, request_rows, window_ring
 from serving.default_model import default_config
 from sharding.stage_runner import Bucket
 

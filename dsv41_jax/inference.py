@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from dsv41_jax.batch import TokenBatch, page_size
+from dsv41_jax.checkpoint.errors import CheckpointError
 from dsv41_jax.checkpoint.loader import load_params
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import NO_TOKEN
@@ -57,6 +58,10 @@ def load(path: str | os.PathLike, *, progress: bool = True) -> Model:
       CheckpointError: the shards are incomplete, damaged or of another model.
     """
     directory = pathlib.Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(
+            str(directory), ["it is not a directory; load takes the directory of a checkpoint"]
+        )
     config = load_config(directory)
     engram = EngramTables.open(directory, config) if config.engram else None
     params = load_params(directory, config, progress=progress)
@@ -114,7 +119,7 @@ def generate(
       The new ids, the end-of-sequence token included if it was reached.
 
     Raises:
-      ValueError: as `score`, or a negative temperature.
+      ValueError: as `score`, or a temperature or seed that is negative or not a number.
     """
     chunk = check_request(model.config, token_ids, max_new_tokens, None)
     total = len(token_ids) + max_new_tokens
@@ -160,8 +165,9 @@ def decode_loop(
     late_from: int = 0,
 ) -> list[int]:
     """Drives one request through `step`: the prompt in chunks, then token by token."""
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; it must be 0 or positive")
+    if not (isinstance(temperature, int | float | np.floating) and 0 <= temperature < np.inf):
+        raise ValueError(f"temperature is {temperature!r}; it must be 0 or a positive number")
+    _check_whole("seed", seed, 0)
     ids = list(token_ids)
     for part in prompt_chunks(config, ids, chunk, late_from):
         sampled = step(part, single_request(temperature, seed, 0))
@@ -184,23 +190,40 @@ def check_request(
     Raises:
       ValueError: see `score` and `generate`.
     """
-    if not len(token_ids):
-        raise ValueError("token_ids is empty; give at least one token")
-    outside = [int(t) for t in token_ids if not 0 <= t < config.vocab_size]
-    if outside:
+    ids = _token_array(token_ids)
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if outside.size:
         raise ValueError(
             f"token id {outside[0]} is outside the vocabulary 0..{config.vocab_size - 1}"
         )
-    if new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {new_tokens}; it must be 0 or positive")
-    total, limit = len(token_ids) + new_tokens, config.max_position_embeddings
+    _check_whole("max_new_tokens", new_tokens, 0)
+    total, limit = len(ids) + new_tokens, config.max_position_embeddings
     if total > limit:
         raise ValueError(f"{total} tokens exceed the model's context of {limit}")
     if chunk_size is None:
-        return min(len(token_ids), DEFAULT_CHUNK)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
-    return min(chunk_size, len(token_ids))
+        return min(len(ids), DEFAULT_CHUNK)
+    _check_whole("chunk_size", chunk_size, 1)
+    return min(chunk_size, len(ids))
+
+
+def _token_array(token_ids: Sequence[int]) -> np.ndarray:
+    wanted = "token_ids must be a sequence of whole numbers"
+    if isinstance(token_ids, str) or not isinstance(token_ids, Sequence | np.ndarray):
+        raise ValueError(f"{wanted}, not {type(token_ids).__name__}")
+    if not len(token_ids):
+        raise ValueError("token_ids is empty; give at least one token")
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError as error:
+        raise ValueError(f"{wanted}; it is nested unevenly") from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{wanted}, not an array of {ids.dtype} with {ids.ndim} axes")
+    return ids
+
+
+def _check_whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
 def prompt_chunks(
