@@ -19,8 +19,8 @@ import numpy as np
 import dsv41_jax
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.forward import forward
-from dsv41_jax.inference import Model, columns_for, request_rows
 from dsv41_jax.host_batch import build_batch, round_rows
+from dsv41_jax.inference import Model, columns_for, request_rows
 from dsv41_jax.state import StageState, init_state
 from serving.default_model import default_model
 
