@@ -12,7 +12,8 @@ _SAMPLING = set(GenerationBody.model_fields)
 class CountBody(GenerationBody):
     """Body of POST /v1/messages/count_tokens: what makes the prompt.
 
-    Sampling options beyond Anthropic's are those of a chat.
+    Sampling options beyond Anthropic's are those of a chat. `thinking.budget_tokens` is checked
+    and not enforced: clients send it whenever they enable thinking.
     """
 
     messages: Any = None
@@ -140,6 +141,17 @@ def _tool_choice(choice: Mapping[str, Any] | None, tools: Any) -> Any:
     return "required" if kind == "any" else kind
 
 
+def _check_budget(thinking: Mapping[str, Any] | None) -> None:
+    budget = (thinking or {}).get("budget_tokens")
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise bad_request(
+            f"thinking.budget_tokens is {budget!r}; it must be a whole number of at least 1",
+            "thinking",
+        )
+
+
 def _response_format(config: Mapping[str, Any]) -> Any:
     form = config.get("format")
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
@@ -157,6 +169,7 @@ def chat_body(body: CountBody) -> tuple[ChatBody, list[str]]:
         raise bad_request(f"n is {body.n}; a message has one answer", "n")
     if body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs is not supported by messages", "prompt_logprobs")
+    _check_budget(body.thinking)
     gathered = _Messages()
     if body.system:
         gathered.add("system", role="system", content=body.system)

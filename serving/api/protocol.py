@@ -64,6 +64,15 @@ class GenerationBody(_Body):
     stream_interval: int | None = None
     lora_request: Any = None
     kv_transfer_params: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    logits_processors: Any = None
+    vllm_xargs: Any = None
+    add_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     user: str | None = None
 
 
@@ -110,6 +119,7 @@ class ChatBody(ChatFields, GenerationBody):
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
+    web_search_options: Any = None
 
 
 class TokenizeBody(ChatFields):

@@ -4,6 +4,7 @@ Where servers differ: max_tokens beyond the room left is limited to it; temperat
 n above 1 needs a temperature above 0; logprobs are at most 20 and never the whole vocabulary;
 max_completion_tokens wins over max_tokens; choice i of a prompt has the request's seed plus i.
 An option that is known and not honoured is refused unless it is given its neutral value.
+Special tokens never have spaces put between them, whatever spaces_between_special_tokens is.
 """
 
 import dataclasses
@@ -36,6 +37,11 @@ _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "stream_interval": _is(1),
     "lora_request": _is(),
     "kv_transfer_params": _empty,
+    "logits_processors": _empty,
+    "vllm_xargs": _empty,
+    "add_special_tokens": _is(False),
+    "detokenize": _is(True),
+    "web_search_options": _is(),
     "prompt_embeds": _empty,
     "suffix": _empty,
     "chat_template": _is(),
@@ -48,6 +54,7 @@ _NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "audio": _is(),
     "prediction": _is(),
 }
+_GUIDED = ("json", "regex", "choice", "grammar")  # as structured_outputs calls them
 
 
 def _range(body: GenerationBody, name: str, wanted: str, good: Callable[[Any], bool]) -> None:
@@ -97,7 +104,16 @@ def _check_neutral(body: GenerationBody) -> None:
         value = getattr(body, name, None)
         if value is not None and not neutral(value):
             raise bad_request(f"{name} is not supported by this server", name)
-    if body.best_of not in (None, 1, body.n):
+    for kind in _GUIDED:
+        name = f"guided_{kind}"
+        if getattr(body, name) is not None:
+            raise bad_request(
+                f"{name} is not supported by this server; use structured_outputs.{kind}", name
+            )
+    n = body.n or 1
+    if body.best_of is not None and body.best_of < n:
+        raise bad_request(f"best_of is {body.best_of}; it must be at least n, {n}", "best_of")
+    if body.best_of not in (None, n):
         raise bad_request(f"best_of {body.best_of} is not supported by this server", "best_of")
 
 

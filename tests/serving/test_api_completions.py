@@ -136,6 +136,13 @@ def test_neutral_values_of_unsupported_options_are_accepted(client):
         suffix="",
         priority=0,
         response_format={"type": "text"},
+        best_of=1,
+        guided_json=None,
+        logits_processors=[],
+        vllm_xargs={},
+        add_special_tokens=False,
+        detokenize=True,
+        spaces_between_special_tokens=False,
     )
 
 

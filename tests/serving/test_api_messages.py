@@ -167,6 +167,10 @@ def test_a_last_message_of_the_assistant_is_continued(client, engine, tokenizer)
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 'names "x"'),
         ({"thinking": {"type": "x"}}, "thinking must be an object"),
+        *(
+            ({"thinking": {"type": "enabled", "budget_tokens": budget}}, "thinking.budget_tokens")
+            for budget in (0, "5", True, 1.5)
+        ),
     ],
 )
 def test_a_bad_message_is_a_400_in_anthropics_shape(client, engine, change, message):
@@ -177,6 +181,11 @@ def test_a_bad_message_is_a_400_in_anthropics_shape(client, engine, change, mess
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert message in body["error"]["message"]
     assert engine.requests == []
+
+
+def test_a_thinking_budget_is_taken(client, engine):
+    create(client, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert len(engine.requests) == 1
 
 
 def test_a_failure_ends_the_stream_with_an_error_event(client, engine):
