@@ -151,6 +151,7 @@ class _Completion:
             for index in range(len(requests))
         ]
         self._usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
+        self._cached = [0] * len(prompts)
         self._head = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
@@ -158,9 +159,11 @@ class _Completion:
             "model": model,
         }
 
-    def _count(self, output: RequestOutput) -> None:
+    def _count(self, index: int, output: RequestOutput) -> None:
         self._usage.completion_tokens += len(output.token_ids)
-        self._usage.cached_tokens = max(self._usage.cached_tokens, output.num_cached_tokens)
+        prompt = index // self._options.n
+        self._cached[prompt] = max(self._cached[prompt], output.num_cached_tokens)
+        self._usage.cached_tokens = sum(self._cached)
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         context = self._context
@@ -177,7 +180,7 @@ class _Completion:
         of_prompts: list[Any] = [None] * len(self._requests)
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                self._count(output)
+                self._count(index, output)
                 chunks[index].append(self._choices[index].chunk(output))
                 if output.prompt_logprobs is not None and self._want_prompt_logprobs:
                     of_prompts[index] = prompt_logprobs(
@@ -202,7 +205,7 @@ class _Completion:
         every = self._options.usage_in_every_chunk
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                self._count(output)
+                self._count(index, output)
                 chunk = {**self._head, "choices": [self._choices[index].chunk(output)]}
                 if every:
                     chunk["usage"] = self._usage.body()

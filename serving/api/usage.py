@@ -11,7 +11,7 @@ class Usage:
     Attributes:
       prompt_tokens: of all prompts, each once however many choices it has.
       completion_tokens: of all choices.
-      cached_tokens: prompt tokens whose cache rows were reused.
+      cached_tokens: prompt tokens whose cache rows were reused, of each prompt once.
       reasoning_tokens: completion tokens inside the reasoning; None leaves the field out.
     """
 

@@ -219,6 +219,18 @@ def test_a_stream_sends_a_chunk_per_token_and_ends_with_done(client, tokenizer):
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_are_the_sum_over_the_prompts_each_counted_once(client, engine, stream):
+    engine.cached = 2
+    body = {"prompt": ["abc", "def", "ghi"], "n": 2}
+    if stream:
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        answer = events_of(complete(client, **body, **usage))[-1]
+    else:
+        answer = complete(client, **body).json()
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+
+
 def test_include_usage_adds_a_last_chunk_without_choices(client, tokenizer):
     chunks = events_of(complete(client, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1]["choices"] == []
