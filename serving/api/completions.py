@@ -15,7 +15,7 @@ from serving.api.constraints import constrain_completion, named
 from serving.api.context import Context
 from serving.api.errors import JsonResponse, bad_request
 from serving.api.generation import context_of, engine_requests, off_loop, run_request, timer_of
-from serving.api.logprobs import completion_logprobs, prompt_logprobs
+from serving.api.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from serving.api.middleware import request_id_of
 from serving.api.protocol import CompletionBody, json_body, read_body
 from serving.api.sampling import Options, read_options
@@ -89,30 +89,32 @@ class _Choice:
         self._echo = echo
         self._echoed = False
         self._begun = False
-        self._offset = 0
+        self._offsets = TextOffsets(
+            context.tokenizer.vocabulary, skip_special_tokens=options.sampling.skip_special_tokens
+        )
 
     def chunk(self, output: RequestOutput) -> dict[str, Any]:
         """What one output adds, as a choice of the answer."""
         text = output.text
         entries: tuple[TokenLogprob | None, ...] = output.logprobs or ()
         tokens = output.token_ids
+        offsets: list[int] = []
         if self._echo and not self._echoed:
             self._echoed = True
             text = self._prompt.text + text
             if output.prompt_logprobs is not None:
+                offsets = self._offsets.of_prompt(self._prompt.token_ids)
                 tokens = (*self._prompt.token_ids, *tokens)
                 entries = (*output.prompt_logprobs, *entries)
         logprobs = None
         if self._options.sampling.logprobs is not None:
-            tokenizer = self._context.tokenizer
             logprobs = completion_logprobs(
-                tokenizer,
+                self._context.tokenizer,
                 entries,
                 tokens,
-                offset=self._offset,
+                offsets=offsets + self._offsets.of_output(output.token_ids),
                 as_ids=self._options.tokens_as_ids,
             )
-            self._offset += sum(len(tokenizer.token_text(token)) for token in tokens)
         choice = {
             "index": self._index,
             "text": text,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from serving.detokenizer import Detokenizer, Vocabulary
 from serving.request import TokenLogprob
 from serving.tokenizer import Tokenizer
 
@@ -17,12 +18,38 @@ def _name(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
 
 
+class TextOffsets:
+    """Where tokens begin in a choice's text; what is left out of the text takes no room."""
+
+    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
+        self._prompt = Detokenizer(vocabulary, skip_special_tokens=False)
+        self._output = Detokenizer(vocabulary, skip_special_tokens=skip_special_tokens)
+        self._length = 0
+
+    def of_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """Offsets of a prompt that the text begins with, special tokens and all."""
+        offsets = self._advance(self._prompt, token_ids)
+        self._length += len(self._prompt.finish())
+        return offsets
+
+    def of_output(self, token_ids: Sequence[int]) -> list[int]:
+        """Offsets of the next generated tokens."""
+        return self._advance(self._output, token_ids)
+
+    def _advance(self, detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[int]:
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._length)
+            self._length += len(detokenizer.push(token))
+        return offsets
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     entries: Sequence[TokenLogprob | None],
     token_ids: Sequence[int],
     *,
-    offset: int,
+    offsets: Sequence[int],
     as_ids: bool,
 ) -> dict[str, Any]:
     """`logprobs` of a completion's choice.
@@ -31,14 +58,10 @@ def completion_logprobs(
       tokenizer: the model's.
       entries: one per token; None for a prompt's first token.
       token_ids: the tokens.
-      offset: characters of the choice before the first of these tokens.
+      offsets: characters of the choice before each of these tokens.
       as_ids: name tokens by their ids.
     """
     tokens = [_name(tokenizer, token, as_ids=as_ids) for token in token_ids]
-    offsets = []
-    for token in token_ids:
-        offsets.append(offset)
-        offset += len(tokenizer.token_text(token))
     tops: list[dict[str, float] | None] = []
     for entry in entries:
         if entry is None:
@@ -53,7 +76,7 @@ def completion_logprobs(
         "tokens": tokens,
         "token_logprobs": [None if e is None else _finite(e.logprob) for e in entries],
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 

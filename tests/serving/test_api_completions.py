@@ -2,6 +2,8 @@ import fake_engine
 import pytest
 from fake_engine import FakeEngine, client_of, events_of, says
 
+from dsv41_jax.checkpoint.tiny_tokenizer import BOS
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -178,6 +180,25 @@ def test_echo_with_logprobs_covers_prompt_and_output(client, tokenizer):
     starts = logprobs["text_offset"]
     for token, start in zip(logprobs["tokens"][:-1], starts[:-1], strict=True):
         assert choice["text"][start : start + len(token)] == token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_text_offsets_count_what_is_in_the_text(client, engine, tokenizer, skipped, stream):
+    engine.script = says(tokenizer, f"a{BOS}é b")
+    options = {"logprobs": 0, "echo": True, "skip_special_tokens": skipped, "stream": stream}
+    response = complete(client, prompt=f"{BOS}Hi", **options)
+    chunks = events_of(response) if stream else [response.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(choice["text"] for choice in choices)
+    assert text == f"{BOS}Hia{'' if skipped else BOS}é b"
+    of = [choice["logprobs"] for choice in choices]
+    tokens = [token for part in of for token in part["tokens"]]
+    offsets = [offset for part in of for offset in part["text_offset"]]
+    for token, offset in zip(tokens[:-1], offsets[:-1], strict=True):
+        if "\ufffd" not in token and not (skipped and offset and token == BOS):
+            assert text[offset : offset + len(token)] == token
+    assert offsets[-1] == len(text)
 
 
 def test_max_tokens_0_with_echo_only_scores_the_prompt(client, tokenizer):
