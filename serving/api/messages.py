@@ -17,10 +17,10 @@ from serving.api.chat_run import ChatRun, start_chat
 from serving.api.context import Context
 from serving.api.errors import ApiError, JsonResponse, bad_request, error_body
 from serving.api.generation import context_of, off_loop
-from serving.api.messages_body import CountBody, MessagesBody, chat_body
+from serving.api.messages_body import CountBody, MessagesBody, chat_body, names
 from serving.api.middleware import request_id_of
 from serving.api.protocol import ChatFields, json_body, read_body
-from serving.api.responses_body import relabel
+from serving.api.relabel import relabel
 from serving.api.streaming import (
     ClientGoneError,
     EventStream,
@@ -29,6 +29,7 @@ from serving.api.streaming import (
     until_disconnect,
 )
 from serving.chat import ChatError, Delta, ToolCallDelta, encode_chat
+from serving.request import RequestError
 
 router = APIRouter()
 _TYPES = {
@@ -195,8 +196,8 @@ async def _create(http: HttpRequest, context: Context) -> Response:
     answer_id = f"msg_{request_id_of(http)}"
     try:
         run = await start_chat(http, context, chat, request_id=answer_id)
-    except ChatError as error:
-        raise relabel(error, origins, "messages") from error
+    except (ApiError, ChatError, RequestError) as error:
+        raise relabel(as_api_error(error), origins, "messages", names(body)) from error
     answer = _Answer(run, model=model, answer_id=answer_id)
     if run.options.stream:
         return EventStream(
@@ -214,7 +215,7 @@ async def _count(http: HttpRequest, context: Context) -> Response:
     try:
         prompt = await off_loop(http, lambda: encode_chat(context.tokenizer, fields))
     except ChatError as error:
-        raise relabel(error, origins, "messages") from error
+        raise relabel(as_api_error(error), origins, "messages", names(body)) from error
     return JsonResponse({"input_tokens": len(prompt.token_ids)})
 
 

@@ -7,6 +7,14 @@ from serving.api.errors import bad_request
 from serving.api.protocol import ChatBody, GenerationBody
 
 _SAMPLING = set(GenerationBody.model_fields)
+# What a chat calls its fields, and what they are here.
+_NAMES = (
+    (r"response_format(\.json_schema)?", "output_config.format"),
+    (r"reasoning_effort", "output_config.effort"),
+    (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"tool_choice\.function", "tool_choice"),
+)
 
 
 class CountBody(GenerationBody):
@@ -157,6 +165,12 @@ def _response_format(config: Mapping[str, Any]) -> Any:
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     return form
+
+
+def names(body: CountBody) -> tuple[tuple[str, str], ...]:
+    """What a chat calls the fields of this body, as `relabel` takes it."""
+    stops = isinstance(body, MessagesBody) and body.stop_sequences is not None
+    return (*_NAMES, ("stop", "stop_sequences")) if stops else _NAMES
 
 
 def chat_body(body: CountBody) -> tuple[ChatBody, list[str]]:

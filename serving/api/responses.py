@@ -16,9 +16,11 @@ from serving.api.generation import context_of
 from serving.api.logprobs import chat_logprobs
 from serving.api.middleware import request_id_of
 from serving.api.protocol import json_body, read_body
-from serving.api.responses_body import ResponsesBody, chat_body, relabel
-from serving.api.streaming import EventStream, event, until_disconnect
+from serving.api.relabel import relabel
+from serving.api.responses_body import NAMES, ResponsesBody, chat_body
+from serving.api.streaming import EventStream, as_api_error, event, until_disconnect
 from serving.chat import ChatError, ToolCallDelta
+from serving.request import RequestError
 from serving.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -223,8 +225,8 @@ async def create_response(http: HttpRequest) -> Response:
     answer_id = f"resp_{request_id_of(http)}"
     try:
         run = await start_chat(http, context, chat, request_id=answer_id)
-    except ChatError as error:
-        raise relabel(error, origins, "input") from error
+    except (ApiError, ChatError, RequestError) as error:
+        raise relabel(as_api_error(error), origins, "input", NAMES) from error
     answer = _Answer(run, context.tokenizer, body, model=model, answer_id=answer_id)
     if run.options.stream:
         return EventStream(context, answer.events(), done=b"", failure=answer.failure)

@@ -3,15 +3,21 @@
 Nothing is stored: what refers to an earlier response, or asks to be answered later, is refused.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serving.api.errors import ApiError, bad_request
+from serving.api.errors import bad_request
 from serving.api.protocol import ChatBody, GenerationBody
-from serving.chat import ChatError
 
 _SAMPLING = set(GenerationBody.model_fields)
+# What a chat calls its fields, and what they are here.
+NAMES = (
+    (r"max_completion_tokens", "max_output_tokens"),
+    (r"response_format(\.json_schema)?", "text.format"),
+    (r"reasoning_effort", "reasoning.effort"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"tool_choice\.function", "tool_choice"),
+)
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -177,13 +183,3 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
         "top_logprobs": body.top_logprobs if wanted else None,
     }
     return ChatBody.model_construct(**fields), gathered.origins
-
-
-def relabel(error: ChatError, origins: Sequence[str], field: str) -> ApiError:
-    """The error of a chat in the words of the request that the chat was made from."""
-
-    def origin(match: re.Match[str]) -> str:
-        return origins[int(match[1])]
-
-    param = field if error.param == "messages" else error.param
-    return bad_request(re.sub(r"messages\[(\d+)\]", origin, str(error)), param)

@@ -160,7 +160,14 @@ def test_a_last_message_of_the_assistant_is_continued(client, engine, tokenizer)
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role is 'tool'"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not enabled"),
-        ({"system": 5}, "system.content must be"),
+        ({"system": 5}, "system must be a string"),
+        ({"system": [{"type": "sound"}]}, "system[0].type"),
+        ({"stop_sequences": ["a", ""]}, "stop_sequences holds an empty string"),
+        ({"stop": ""}, "stop holds an empty string"),
+        ({"output_config": {"effort": "huge"}}, 'output_config.effort is "huge"'),
+        ({"output_config": {"format": {"type": "xml"}}}, 'output_config.format.type is "xml"'),
+        ({"tools": [{"name": "a b"}]}, 'tools[0].name is "a b"'),
+        ({"tools": [{"name": "a", "input_schema": 5}]}, "tools[0].input_schema must be"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools of the client"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
         ({"temperature": 3}, "temperature is 3.0"),
@@ -181,6 +188,22 @@ def test_a_bad_message_is_a_400_in_anthropics_shape(client, engine, change, mess
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert message in body["error"]["message"]
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"system": 5}, "system"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop": ""}, "stop"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+    ],
+)
+def test_an_error_names_the_clients_own_field(client, change, param):
+    defaults = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    answer = client.post("/v1/messages", json=defaults | change)
+    assert answer.json()["error"]["param"] == param
 
 
 def test_a_thinking_budget_is_taken(client, engine):

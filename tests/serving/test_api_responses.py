@@ -184,9 +184,23 @@ def test_a_failure_ends_the_stream_with_an_error_event(client, engine):
         ({"background": True}, "background", "responses are not stored"),
         ({"truncation": "auto"}, "truncation", "only disabled is supported"),
         ({"tools": [{"type": "web_search"}]}, "tools", "only functions are supported"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format", 'type is "xml"'),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", 'text.format.type is "xml"'),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format must be an"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}},
+            "text.format",
+            "the json_schema grammar cannot be used",
+        ),
         ({"temperature": 3}, "temperature", "from 0 to 2"),
-        ({"max_output_tokens": 0}, "max_completion_tokens", "at least 1"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0; it must be"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        (
+            {"max_output_tokens": 2, "min_tokens": 3},
+            "min_tokens",
+            "min_tokens 3 is above max_output_tokens 2",
+        ),
+        ({"input": "x" * 5000}, "input", "maximum context length"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name is"),
         ({"n": 2}, "n", "one answer"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         (
@@ -194,7 +208,16 @@ def test_a_failure_ends_the_stream_with_an_error_event(client, engine):
             "tool_choice",
             'names "other"',
         ),
-        ({"reasoning": {"effort": "huge"}}, "reasoning_effort", "huge"),
+        (
+            {"reasoning": {"effort": "huge"}},
+            "reasoning.effort",
+            'reasoning.effort is "huge"; it must be one of',
+        ),
+        (
+            {"chat_template_kwargs": {"reasoning_effort": 0}},
+            "chat_template_kwargs",
+            "chat_template_kwargs.reasoning_effort is 0",
+        ),
     ],
 )
 def test_a_bad_response_is_a_400_that_names_the_field(client, engine, change, param, message):
