@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from dsv41_jax.batch import TokenBatch, page_size
-from dsv41_jax.checkpoint.errors import CheckpointError
-from dsv41_jax.checkpoint.loader import load_params
+from dsv41_jax.checkpoint import CheckpointError, load_params, open_checkpoint
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import NO_TOKEN
 from dsv41_jax.engram_table import EngramTables
@@ -63,6 +62,7 @@ def load(path: str | os.PathLike, *, progress: bool = True) -> Model:
             str(directory), ["it is not a directory; load takes the directory of a checkpoint"]
         )
     config = load_config(directory)
+    open_checkpoint(directory, config)  # faults of the shards first, before anything is read
     engram = EngramTables.open(directory, config) if config.engram else None
     params = load_params(directory, config, progress=progress)
     return Model(config, params, engram, directory)

@@ -1,10 +1,15 @@
 """The Python API as a user calls it, and what it says to wrong calls."""
 
+import pathlib
+import shutil
+
 import numpy as np
 import pytest
 
 import dsv41_jax
 from dsv41_jax.checkpoint import CheckpointError
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +78,7 @@ def test_wrong_options_are_refused(model, options, message):
 
 @pytest.mark.parametrize("chunk", [0, -3, 2.5, True])
 def test_wrong_chunk_sizes_are_refused(model, chunk):
-    with pytest.raises(
-        ValueError, match="chunk_size is .*a whole number of at least 1"
-    ):
+    with pytest.raises(ValueError, match="chunk_size is .*a whole number of at least 1"):
         dsv41_jax.score(model, [5, 6], chunk_size=chunk)
 
 
@@ -83,6 +86,13 @@ def test_wrong_chunk_sizes_are_refused(model, chunk):
 def test_only_a_directory_is_loaded(path):
     with pytest.raises(CheckpointError, match="load takes the directory of a checkpoint"):
         dsv41_jax.load(path)
+
+
+def test_a_configuration_of_another_model_is_told_by_the_tensors(tmp_path):
+    shutil.copytree(GOLDEN / "tiny_b", tmp_path / "mixed")
+    shutil.copy(GOLDEN / "tiny_a" / "config.json", tmp_path / "mixed")
+    with pytest.raises(CheckpointError, match=r"mixed: 3\d\d faults: "):
+        dsv41_jax.load(tmp_path / "mixed")
 
 
 def test_an_unknown_name_is_no_attribute():
