@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 
@@ -14,6 +15,7 @@ from serving.request import Grammar, RequestError
 _LOG = logging.getLogger(__name__)
 _REMEMBERED = 64  # compiled grammars kept for the next request that brings them
 _FUEL = 100_000  # work spent on a grammar at first; much more holds a thread up for seconds
+_EXCERPT = re.compile(r"\s*(\d+ \| |\^\s*$)")  # lines of a message that show the grammar
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"  # between JSON tokens: bounded, so that an output ends
 
 
@@ -150,10 +152,15 @@ def _source(grammar: Grammar) -> str:
             is_list = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
             if not is_list or not choices:
                 raise _bad(grammar, "choices are a JSON list of texts that are not empty")
-            quoted = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            quoted = " | ".join(_quoted(choice) for choice in choices)
             return matcher.grammar_from_lark(f"start: {quoted}")
         case "lark":
             return matcher.grammar_from_lark(text)
+
+
+def _quoted(text: str) -> str:
+    # A string of Lark is one of JSON, but for DEL, which it takes escaped only.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _json(grammar: Grammar) -> object:
@@ -164,5 +171,7 @@ def _json(grammar: Grammar) -> object:
 
 
 def _bad(grammar: Grammar, reason: str) -> RequestError:
-    first = " ".join(reason.split("\n<state>")[0].split())
+    lines = reason.split("\n<state>")[0].splitlines()
+    said = [line for line in lines if not _EXCERPT.match(line)]
+    first = " ".join(" ".join(said).split())
     return RequestError(f"the {grammar.kind} grammar cannot be used: {first}", param="grammar")

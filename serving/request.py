@@ -106,7 +106,7 @@ class SamplingParams:
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         _require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (off) or more")
+        _require(0 <= self.top_k < 2**31, "top_k", self.top_k, f"from 0 (off) to {2**31 - 1}")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         _require(all(self.stop), "stop", "an empty string", "text")
         for name in ("logprobs", "prompt_logprobs"):

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from starlette.requests import Request as HttpRequest
 
-from serving.api.constraints import constrain_chat, named
+from serving.api.constraints import constrain_chat, named_in_chat
 from serving.api.context import Context
 from serving.api.generation import engine_requests, off_loop, run_request, timer_of
 from serving.api.protocol import ChatBody, ChatFields
@@ -200,4 +200,4 @@ async def start_chat(
         # A grammar is compiled on a thread, since it may take a while.
         return run() if options.sampling.grammar is None else await asyncio.to_thread(run)
     except RequestError as error:
-        raise named(error, field) from error
+        raise named_in_chat(error, field, body, prompt, options) from error

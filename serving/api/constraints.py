@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,17 @@ from serving.request import Grammar, RequestError
 from serving.tokenizer import Tokenizer
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+# Settings of how an output is constrained, each with the values that change nothing here.
+_SETTINGS = {
+    "disable_fallback": (False, True),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+}
 _ANY_OBJECT = {"type": "object"}
+_PLACE = re.compile(
+    r"the lark grammar cannot be used: (?:at )?(\d+)\(\d+\): "
+    r"(?:failed to compile JSON schema: )?(.*)"
+)
 
 
 def _response_grammar(form: Any) -> Grammar | None:
@@ -47,6 +58,13 @@ def _structured_grammar(outputs: Mapping[str, Any] | None) -> Grammar | None:
     """The grammar of `structured_outputs`."""
     if outputs is None:
         return None
+    for name, value in outputs.items():
+        if name not in _KINDS and value is not None and value not in _SETTINGS.get(name, ()):
+            raise bad_request(
+                f"structured_outputs.{name} is not supported by this server; it must have one of "
+                f"{', '.join(_KINDS)}",
+                "structured_outputs",
+            )
     given = {kind: outputs[kind] for kind in _KINDS if outputs.get(kind) is not None}
     if len(given) != 1:
         raise bad_request(
@@ -146,3 +164,24 @@ def constrain_completion(body: CompletionBody, options: Options) -> tuple[Option
 def named(error: RequestError, field: str) -> ApiError:
     """The engine's refusal of a grammar, with the field that asks for it."""
     return bad_request(str(error), field if error.param == "grammar" else error.param)
+
+
+def named_in_chat(
+    error: RequestError, field: str, body: ChatBody, prompt: ChatPrompt, options: Options
+) -> ApiError:
+    """As `named`; a grammar made of tools is not the client's, so the tool at fault is named."""
+    if error.param != "grammar" or field != "tools":
+        return named(error, field)
+    place = _PLACE.match(str(error))
+    lines = options.sampling.grammar.text.split("\n")
+    rule = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
+    if rule.startswith("answer:"):
+        form = _of_content(body)[1]
+        return bad_request(f"the json_schema grammar cannot be used: {place[2]}", form)
+    number = re.match(r"tool(\d+)", rule)
+    if number is None:
+        reason = str(error).removeprefix("the lark grammar cannot be used: ")
+        return bad_request(f"tools cannot be used: {reason}", "tools")
+    name = prompt.tools[int(number[1])].name
+    index = [tool["function"]["name"] for tool in body.tools].index(name)
+    return bad_request(f"tools[{index}].function.parameters cannot be used: {place[2]}", "tools")

@@ -17,6 +17,7 @@ from serving.request import MAX_LOGPROBS, SamplingParams
 from serving.tokenizer import Tokenizer
 
 MAX_CHOICES = 128
+MAX_TOP_K = 2**31 - 1
 _SEEDS = (-(2**63), 2**63)
 
 
@@ -66,7 +67,9 @@ def _range(body: GenerationBody, name: str, wanted: str, good: Callable[[Any], b
 def _check_ranges(body: GenerationBody, vocab_size: int) -> None:
     _range(body, "temperature", "from 0 to 2", lambda v: 0 <= v <= 2)
     _range(body, "top_p", "above 0 and at most 1", lambda v: 0 < v <= 1)
-    _range(body, "top_k", "0 or -1 (off), or at least 1", lambda v: v >= -1)
+    _range(
+        body, "top_k", f"0 or -1 (off), or from 1 to {MAX_TOP_K}", lambda v: -1 <= v <= MAX_TOP_K
+    )
     _range(body, "min_p", "from 0 to 1", lambda v: 0 <= v <= 1)
     _range(body, "presence_penalty", "from -2 to 2", lambda v: -2 <= v <= 2)
     _range(body, "frequency_penalty", "from -2 to 2", lambda v: -2 <= v <= 2)

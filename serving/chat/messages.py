@@ -228,6 +228,14 @@ def _strict_parameters(function: Mapping[str, Any], where: str) -> Any:
     return converted.conversation.tools[0].parameters
 
 
+def _check_object_schema(schema: Mapping[str, Any], where: str) -> None:
+    if not isinstance(schema.get("properties") or {}, Mapping):
+        raise _refuse(f"{where}.properties", "must be an object of schemas")
+    required = schema.get("required") or []
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _refuse(f"{where}.required", "must be a list of names")
+
+
 def read_tools(value: Any) -> tuple[recipe.ToolDefinition, ...]:
     """Check the request's tools and convert them; none given is an empty tuple.
 
@@ -260,6 +268,7 @@ def read_tools(value: Any) -> tuple[recipe.ToolDefinition, ...]:
             parameters = {}
         if not isinstance(parameters, Mapping):
             raise _refuse(f"{where}.function.parameters", "must be a JSON schema object")
+        _check_object_schema(parameters, f"{where}.function.parameters")
         strict = function.get("strict")
         if strict is not None and not isinstance(strict, bool):
             raise _refuse(f"{where}.function.strict", "must be true or false")

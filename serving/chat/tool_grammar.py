@@ -19,8 +19,9 @@ _GAP = "\n\n<"
 _TEXT, _JSON, _END = 'true">', 'false">', " parameter>\n"
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _quoted(content: Any) -> str:
+    # Lark takes what JSON does, but for DEL, which it takes escaped only.
+    return json.dumps(content, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _json(schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
@@ -31,7 +32,7 @@ def _json(schema: Any, root: Mapping[str, Any], *, strict: bool) -> str:
     shared = {name: root[name] for name in _DEFINITIONS if name in root}
     content = {**shared, **schema} if isinstance(schema, Mapping) else {}
     options = _JSON_OPTIONS | {"lenient": not strict}
-    return f"%json {json.dumps({**content, 'x-guidance': options})}"
+    return f"%json {_quoted({**content, 'x-guidance': options})}"
 
 
 def _split_choices(schema: Any) -> tuple[list[str], Any]:

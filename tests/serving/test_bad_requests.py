@@ -57,7 +57,8 @@ COMPLETIONS = [
     ({"temperature": "hot"}, "temperature", "temperature should be a valid number"),
     ({"top_p": 0}, "top_p", "top_p is 0.0; it must be above 0 and at most 1"),
     ({"top_p": 1.1}, "top_p", "top_p is 1.1"),
-    ({"top_k": -2}, "top_k", "top_k is -2; it must be 0 or -1 (off), or at least 1"),
+    ({"top_k": -2}, "top_k", "top_k is -2; it must be 0 or -1 (off), or from 1 to"),
+    ({"top_k": 2**31}, "top_k", "top_k is 2147483648; it must be 0 or -1 (off), or from 1 to 2147"),
     ({"min_p": -0.5}, "min_p", "min_p is -0.5; it must be from 0 to 1"),
     ({"min_p": 2}, "min_p", "min_p is 2.0"),
     ({"presence_penalty": 3}, "presence_penalty", "it must be from -2 to 2"),
@@ -126,6 +127,16 @@ COMPLETIONS = [
         {"structured_outputs": {"json": {}, "regex": "a"}},
         "structured_outputs",
         "structured_outputs has 2 of",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "bogus": 1}},
+        "structured_outputs",
+        "structured_outputs.bogus is not supported",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+        "structured_outputs",
+        "structured_outputs.disable_any_whitespace is not supported",
     ),
     ({"structured_outputs": {}}, "structured_outputs", "structured_outputs has 0 of"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "the regex grammar cannot"),
@@ -335,6 +346,46 @@ def test_deep_nesting_is_a_400(client, levels, strict):
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert "tools is nested deeper than 100" in message or "not valid JSON" in message
+
+
+def function(name, **parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"properties": {"a": {"type": "strng"}}}, " cannot be used: Invalid type: strng"),
+        ({"properties": {"a": {"$ref": "#/x"}}}, " cannot be used: Pointer '/x' does not exist"),
+        ({"properties": {"a": {"pattern": "("}}}, " cannot be used: regex parse error: ( error"),
+        ({"properties": [1]}, ".properties must be an object of schemas"),
+        ({"properties": {"a": {}}, "required": 5}, ".required must be a list of names"),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_schema_that_cannot_be_used_is_named_without_the_grammar(parameters, message, named):
+    tokenizer = fake_engine.make_tokenizer()
+    engine = FakeEngine(tokenizer, says(tokenizer, "x"))
+    choice = {"type": "function", "function": {"name": "g"}} if named else "required"
+    tools = [function("f"), function("g", **parameters)]
+    with client_of(engine, max_model_len=4096) as client:
+        response = client.post(
+            "/v1/chat/completions", json=CHAT | {"tools": tools, "tool_choice": choice}
+        )
+    error = check(response, 400, "tools", f"tools[1].function.parameters{message}")
+    assert "DSML" not in error["message"] and "::" not in error["message"]
+    assert "tool1" not in error["message"] and "x-guidance" not in error["message"]
+
+
+def test_an_answers_schema_is_named_beside_tools():
+    tokenizer = fake_engine.make_tokenizer()
+    engine = FakeEngine(tokenizer, says(tokenizer, "x"))
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "objec"}}}
+    with client_of(engine, max_model_len=4096) as client:
+        response = client.post(
+            "/v1/chat/completions", json=CHAT | {"tools": [TOOL], "response_format": form}
+        )
+    check(response, 400, "response_format", "the json_schema grammar cannot be used: Invalid type")
 
 
 def test_too_many_choices_are_a_400(client):

@@ -79,6 +79,19 @@ def test_states_of_one_grammar_are_independent():
     assert (allowed(first), allowed(second)) == ({"b"}, {"a"})
 
 
+@pytest.mark.parametrize("character", [chr(code) for code in (0, 1, 10, 31, 127)])
+def test_a_choice_may_hold_control_characters(character):
+    letters = {character: 3, "a": 4}
+    bytes_of = [b""] * 3 + [letter.encode() for letter in letters]
+    vocabulary = Vocabulary(tuple(bytes_of), frozenset(), frozenset())
+    grammars = GrammarCompiler(vocabulary, vocab_size=5, eos_token_id=1)
+    state = grammars.compile(Grammar(kind="choice", text=json.dumps([f"a{character}"])))
+    words = bitmask.full(5)
+    state.push(4)
+    state.write(words)
+    assert words[0] == 1 << 3
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [

@@ -107,6 +107,13 @@ def test_everything_else_is_not(accepts, answer):
     assert not accepts(answer, [tool()])
 
 
+def test_an_enumeration_may_hold_control_characters(accepts):
+    odd = "a\n\x01\x7f\u2028é"
+    tools = [tool(schema={"properties": {"a": {"enum": [odd, 1]}, "b": {"const": {odd: odd}}}})]
+    assert accepts(block(call(text_value("a", odd))), tools)
+    assert not accepts(block(call(text_value("a", "a"))), tools)
+
+
 def test_one_call_only_if_calls_are_not_parallel(accepts):
     assert accepts(block(call(ROME)), [tool()], one_call=True)
     assert not accepts(block(call(ROME), call(ROME)), [tool()], one_call=True)
