@@ -297,7 +297,10 @@ def test_a_schema_that_no_grammar_can_be_made_of_is_a_400(client, engine):
     )
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["param"] == "tools" and "grammar cannot be used" in error["message"]
+    assert (
+        error["param"] == "tools"
+        and "tools[0].function.parameters cannot be used" in error["message"]
+    )
 
 
 def test_token_ids_come_when_asked(client, engine, tokenizer):
