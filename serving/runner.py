@@ -8,10 +8,11 @@ import jax
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.forward import forward_and_sample
 from dsv41_jax.host_batch import RequestRows, build_batch
 from dsv41_jax.model import Params, Stage
-from dsv41_jax.sampling import Sampled, SamplingBatch, sample
-from dsv41_jax.state import StageState, init_state
+from dsv41_jax.sampling import Sampled, SamplingBatch
+from dsv41_jax.state import init_state
 from serving.batch_builder import empty_sampling
 from sharding.cache_sizes import CacheSizes
 from sharding.limits import EngineLimits, round_up
@@ -98,15 +99,12 @@ class Runner:
 
     def compile_all(self) -> None:
         """Compiles every bucket; `submit` never compiles."""
-        jitted = jax.jit(
-            self._step,
-            donate_argnums=1,
-            compiler_options={"xla_allow_excess_precision": False},
-        )
         sampling = empty_sampling(self.limits, self.vocab_size)
         for tokens in self._token_buckets:
             batch = self._batch((), tokens)
-            lowered = jitted.lower(self._params, self._state, batch, sampling)
+            lowered = forward_and_sample.lower(
+                self._stage, self._params, self._state, batch, sampling
+            )
             self._programs[tokens] = lowered.compile()
 
     def submit(self, rows: Sequence[RequestRows], sampling: SamplingBatch) -> DeviceStep:
@@ -127,12 +125,6 @@ class Runner:
         for leaf in jax.tree.leaves(sampled):
             leaf.copy_to_host_async()
         return DeviceStep(sampled)
-
-    def _step(
-        self, params: Params, state: StageState, batch: TokenBatch, sampling: SamplingBatch
-    ) -> tuple[Sampled, StageState]:
-        result = self._stage(params, state, batch)
-        return sample(result.head.logits, sampling, batch.num_logits), result.state
 
     def _batch(self, rows: Sequence[RequestRows], tokens: int) -> TokenBatch:
         return build_batch(

@@ -11,6 +11,7 @@ import numpy as np
 from dsv41_jax.batch import TokenBatch, page_size
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.forward import COMPILER_OPTIONS
 from dsv41_jax.host_batch import RequestRows, build_batch
 from dsv41_jax.layers.block import LayerTrace, Stream
 from dsv41_jax.model import HeadResult, Params, Stage, StageResult
@@ -26,7 +27,7 @@ Recorded = Callable[[str, int, str], np.ndarray | None]  # phase, layer, quantit
 
 def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Jitted with the roundings that the formulas show."""
-    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False}, **options)
+    return jax.jit(fn, compiler_options=COMPILER_OPTIONS, **options)
 
 
 @dataclasses.dataclass(frozen=True)
