@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.quantization.rows import PackedRows
-
-ROW_TILE = 16  # rows mapped together on CPU; every T and L is a multiple of it
+from pallas_kernels.packed_rows import PackedRows
 
 
 def page_size(config: ModelConfig) -> int:

@@ -14,7 +14,7 @@ import tqdm
 from dsv41_jax.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from dsv41_jax.config import ConfigError, EngramConfig, ModelConfig
 from dsv41_jax.engram_hash import EngramHasher, token_map_from_tokenizer
-from dsv41_jax.quantization.rows import PackedRows
+from pallas_kernels.packed_rows import PackedRows
 
 TOKENIZER_NAME = "tokenizer.json"
 Placement = Literal["mmap", "ram"]

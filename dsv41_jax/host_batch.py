@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsv41_jax.batch import ROW_TILE, TokenBatch
+from dsv41_jax.batch import TokenBatch
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_table import EngramTables, empty_rows
+from pallas_kernels.rowwise import ROW_TILE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

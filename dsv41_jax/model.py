@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from dsv41_jax.axes import WHOLE, Partition
-from dsv41_jax.batch import ROW_TILE, TokenBatch
+from dsv41_jax.batch import TokenBatch
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import SharingError, layer_spec
 from dsv41_jax.layers.block import Block, LayerTrace, Stream
 from dsv41_jax.layers.cached_block import read_block, write_block
 from dsv41_jax.layers.embedding import Embedding, Head
 from dsv41_jax.layers.linear import RMSNorm
-from dsv41_jax.rowwise import map_rows
 from dsv41_jax.shared_state import SharedState
 from dsv41_jax.state import StageState
 from pallas_kernels import hyper_connections
+from pallas_kernels.rowwise import ROW_TILE, map_rows
 
 Params = dict[str, Any]
 NOTHING_SHARED = SharedState()
@@ -169,7 +169,7 @@ class Stage:
         with jax.named_scope("head"):
             wanted = jnp.maximum(batch.logit_rows, 0)
             rows = jax.tree.map(lambda a: a[wanted], stream)
-            return map_rows(project, rows, batch.num_logits)
+            return map_rows(project, rows, batch.num_logits, implementation="xla")
 
     def init(self) -> Params:
         """Parameters of the right shapes, all zero; abstract them with `jax.eval_shape`."""
@@ -192,4 +192,4 @@ def _mean_copies(x: jax.Array, batch: TokenBatch) -> jax.Array:
     def mean(rows: jax.Array) -> jax.Array:
         return jnp.mean(rows.astype(jnp.float32), axis=1).astype(jnp.bfloat16)
 
-    return map_rows(mean, x, batch.num_tokens)
+    return map_rows(mean, x, batch.num_tokens, implementation="xla")

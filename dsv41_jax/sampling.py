@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv41_jax.batch import ROW_TILE
-from dsv41_jax.rowwise import map_rows
+from pallas_kernels.rowwise import ROW_TILE, map_rows
 
 NUM_ALTERNATIVES = 20  # N: likeliest tokens returned for every row
 
@@ -117,7 +116,12 @@ def sample(logits: jax.Array, sampling: SamplingBatch, num_logits: jax.Array) ->
     if changes is not None:
         chex.assert_shape(changes.allowed, (None, mask_words(logits.shape[1])))
     by_row = dataclasses.replace(sampling, changes=None)
-    return map_rows(lambda rows: _sample_rows(*rows, changes), (logits, by_row), num_logits)
+    return map_rows(
+        lambda rows: _sample_rows(*rows, changes),
+        (logits, by_row),
+        num_logits,
+        implementation="xla",
+    )
 
 
 def _sample_rows(logits: jax.Array, rows: SamplingBatch, changes: LogitChanges | None) -> Sampled:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dsv41_jax.batch import page_size
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import layer_spec
-from dsv41_jax.quantization.rows import PackedRows
+from pallas_kernels.packed_rows import PackedRows
 
 
 @jax.tree_util.register_dataclass

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from dsv41_jax.batch import ROW_TILE, page_size
+from dsv41_jax.batch import page_size
 from dsv41_jax.config import ConfigError, ModelConfig
+from pallas_kernels.rowwise import ROW_TILE
 
 _PROMPT_LOGIT_ROWS = 64  # prompt log-probabilities computed per step, at most
 

@@ -11,10 +11,10 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import Kind, layer_spec
 from dsv41_jax.layers.block import Stream
 from dsv41_jax.model import Stage, StageResult
-from dsv41_jax.quantization.rows import PackedRows, scatter
 from dsv41_jax.shared_state import ROW_KINDS, SharedState
 from dsv41_jax.slots import group_slots, table_rows
 from dsv41_jax.state import StageState, init_state
+from pallas_kernels.packed_rows import PackedRows, scatter
 from sharding.dependencies import RelayItem
 
 

@@ -11,8 +11,8 @@ from dsv41_jax.layers.compressor import Compressor
 from dsv41_jax.layers.indexer import Indexer
 from dsv41_jax.layers.linear import QuantizedLinear, RMSNorm, fp8_params, matmul
 from dsv41_jax.layers.rotary import layer_frequencies, rotate
-from dsv41_jax.quantization.rows import PackedRows, pack_kv, pack_window
 from pallas_kernels import formats, sparse_attention
+from pallas_kernels.packed_rows import PackedRows, pack_kv, pack_window
 
 
 class GroupedOutput(nn.Module):

@@ -15,7 +15,9 @@ from dsv41_jax.layers.engram import Engram
 from dsv41_jax.layers.hyper_connections import Mixes, mix_params, mixes
 from dsv41_jax.layers.linear import RMSNorm
 from dsv41_jax.layers.moe import MoE
-from dsv41_jax.quantization.rows import (
+from dsv41_jax.slots import table_rows, window_positions
+from pallas_kernels import hyper_connections
+from pallas_kernels.packed_rows import (
     PackedRows,
     gather,
     pack_index,
@@ -24,8 +26,7 @@ from dsv41_jax.quantization.rows import (
     unpack_kv,
     unpack_window,
 )
-from dsv41_jax.slots import slot, table_rows, window_positions
-from pallas_kernels import hyper_connections
+from pallas_kernels.paging import slot
 
 
 @jax.tree_util.register_dataclass

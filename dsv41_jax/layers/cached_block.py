@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from dsv41_jax.batch import TokenBatch, page_size
 from dsv41_jax.layers.block import Block, LayerTrace, Pages, Stream, Written
-from dsv41_jax.quantization.rows import PackedRows, scatter
-from dsv41_jax.rowwise import map_rows
 from dsv41_jax.shared_state import SharedState
-from dsv41_jax.slots import group_slots, slot, table_rows
+from dsv41_jax.slots import group_slots, table_rows
 from dsv41_jax.state import OpenGroup, StageState
+from pallas_kernels.packed_rows import PackedRows, scatter
+from pallas_kernels.paging import slot
+from pallas_kernels.rowwise import map_rows
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +97,7 @@ def _write(block: Block, params: Any, stream: Stream, batch: TokenBatch) -> Writ
         return block.apply({"params": params}, *rows, method=Block.write)
 
     rows = (stream, batch.positions, batch.is_image, engram)
-    return map_rows(write, rows, batch.num_tokens)
+    return map_rows(write, rows, batch.num_tokens, implementation="xla")
 
 
 def _store_window(
@@ -130,7 +131,7 @@ def _compress(
         return block.apply({"params": params}, *rows, method=Block.compress)
 
     first = batch.positions - (ratio - 1)
-    packed, index_k = map_rows(compress, (kv, score, first), batch.num_tokens)
+    packed, index_k = map_rows(compress, (kv, score, first), batch.num_tokens, implementation="xla")
     table = table_rows(batch.global_pages, batch.requests)
     where = group_slots(table, batch.positions, ratio, page_size(config))
     state = _replace(state, "kv", layer, scatter(state.kv[layer], where, packed))
@@ -206,7 +207,7 @@ def _read(
         topk,
         candidates,
     )
-    return map_rows(read, rows, batch.num_tokens)
+    return map_rows(read, rows, batch.num_tokens, implementation="xla")
 
 
 def _replace(state: StageState, field: str, layer: int, value: Any) -> StageState:

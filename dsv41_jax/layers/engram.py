@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layers.linear import QuantizedLinear
-from dsv41_jax.quantization.rows import PackedRows, unpack_window
 from pallas_kernels import numerics
+from pallas_kernels.packed_rows import PackedRows, unpack_window
 
 
 class Engram(nn.Module):

@@ -9,9 +9,9 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import LayerSpec
 from dsv41_jax.layers.linear import Linear, QuantizedLinear, RMSNorm
 from dsv41_jax.layers.rotary import layer_frequencies, rotate
-from dsv41_jax.quantization.rows import PackedRows, gather, pack_index, unpack_index
-from dsv41_jax.slots import slot
 from pallas_kernels import index_topk
+from pallas_kernels.packed_rows import PackedRows, gather, pack_index, unpack_index
+from pallas_kernels.paging import slot
 
 
 class Indexer(nn.Module):

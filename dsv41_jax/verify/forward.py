@@ -15,9 +15,9 @@ from dsv41_jax.forward import COMPILER_OPTIONS
 from dsv41_jax.host_batch import RequestRows, build_batch
 from dsv41_jax.layers.block import LayerTrace, Stream
 from dsv41_jax.model import HeadResult, Params, Stage, StageResult
-from dsv41_jax.quantization.rows import PackedRows, unpack_index, unpack_kv, unpack_window
 from dsv41_jax.shared_state import SharedState
 from dsv41_jax.state import StageState, init_state
+from pallas_kernels.packed_rows import PackedRows, unpack_index, unpack_kv, unpack_window
 
 CHUNK = 64  # rows of the compiled program; longer prompts take several steps
 

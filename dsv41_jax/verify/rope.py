@@ -9,10 +9,11 @@ import numpy as np
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.hf_config import RELEASED, load_config
-from dsv41_jax.layers.rotary import layer_frequencies, rotate, turn
+from dsv41_jax.layers.rotary import layer_frequencies, rotate
 from dsv41_jax.verify.forward import compiled
 from dsv41_jax.verify.measure import Rows, compare_absolute, compare_bf16
 from dsv41_jax.verify.tolerances import BF16, ROPE_FAR, ROPE_NEAR, ROPE_STORED, Limits
+from pallas_kernels.rope import turn
 
 NEAR = 128  # positions below it have the tighter limit
 

@@ -12,8 +12,8 @@ from dsv41_jax.batch import page_size
 from dsv41_jax.forward import forward
 from dsv41_jax.host_batch import build_batch
 from dsv41_jax.inference import columns_for, prompt_chunks, replay_start, request_rows
-from dsv41_jax.quantization.rows import PackedRows
 from dsv41_jax.state import init_state
+from pallas_kernels.packed_rows import PackedRows
 
 TOKENS, DECODED, BUCKET = 90, 6, 96
 

@@ -12,7 +12,6 @@ import pytest
 
 from dsv41_jax import engram_hash, model
 from dsv41_jax.layers import attention, block, cached_block, compressor, indexer, moe, rotary
-from dsv41_jax.quantization.rows import pack_kv, pack_window, unpack_window
 from dsv41_jax.verify import engram as verify_engram
 from dsv41_jax.verify import forward as verify_forward
 from dsv41_jax.verify import ops as verify_ops
@@ -30,6 +29,7 @@ from pallas_kernels import (
     numerics,
     sparse_attention,
 )
+from pallas_kernels.packed_rows import pack_kv, pack_window, unpack_window
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # tiny_a: 0 window only, 1 with an Engram, 2 compresses by 2, 5 selects the candidates,

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41_jax.slots import slot, table_rows
+from dsv41_jax.slots import table_rows
+from pallas_kernels.paging import slot
 
 COLUMNS, PAGE = 32, 4
 PAGES = jnp.asarray(np.arange(100, 100 + COLUMNS, dtype=np.int32)[None])

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 from tiny_pipeline import tiny_config
 
-from dsv41_jax.batch import ROW_TILE
 from dsv41_jax.host_batch import build_batch
 from dsv41_jax.layer_plan import SharingError
 from dsv41_jax.layers.block import Stream
-from dsv41_jax.quantization.rows import pack_window
 from dsv41_jax.state import init_state
+from pallas_kernels.packed_rows import pack_window
+from pallas_kernels.rowwise import ROW_TILE
 from sharding.pipeline import stage_steps
 from sharding.relay import Bundle
 from sharding.stage_plan import lay_out, ranges_of

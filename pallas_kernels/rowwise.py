@@ -1,4 +1,4 @@
-"""Maps the row-wise part of a layer over tiles of rows."""
+"""Maps row-wise arithmetic over tiles of rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,25 +6,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv41_jax.batch import ROW_TILE
+from pallas_kernels.dispatch import Implementation
+
+ROW_TILE = 16  # rows mapped together on CPU; every T and L is a multiple of it
 
 
-def map_rows(fn: Callable[[Any], Any], rows: Any, count: jax.Array) -> Any:
+def map_rows(
+    fn: Callable[[Any], Any],
+    rows: Any,
+    count: jax.Array,
+    *,
+    implementation: Implementation,
+) -> Any:
     """Applies a row-wise function to the first `count` rows, a tile of rows at a time.
 
     XLA:CPU may round a row differently when other rows stand beside it in one product. Here
     every row is computed in a tile of the same shape by the same compiled loop body, so its
-    bits depend on nothing but itself; the cost follows `count`, not the padded size.
+    bits depend on nothing but itself; the cost follows `count`, not the padded size. Kernels
+    have the property from their fixed row blocks, so with them this is `fn(rows)`.
 
     Args:
       fn: maps a pytree of [ROW_TILE, ...] arrays to another; row i of the result depends on
         row i of the arguments only.
       rows: pytree of [T, ...] arrays, T a multiple of ROW_TILE.
       count: int32[], rows that are real; they come first.
+      implementation: of the operations in `fn`.
 
     Returns:
-      Pytree of [T, ...] arrays; zeros in the tiles past `count`.
+      Pytree of [T, ...] arrays; rows past `count` hold nothing of use.
     """
+    if implementation != "xla":
+        return fn(rows)
     total = jax.tree.leaves(rows)[0].shape[0]
     if total % ROW_TILE:
         raise ValueError(f"{total} rows do not divide into tiles of {ROW_TILE}; pad the batch")

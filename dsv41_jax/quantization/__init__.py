@@ -1,1 +1,0 @@
-"""Packed rows of caches and tables."""
