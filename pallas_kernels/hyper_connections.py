@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import numerics
+from pallas_kernels.dispatch import Implementation, resolve
 
 
 def mixes(
@@ -16,6 +17,7 @@ def mixes(
     sinkhorn_iters: int,
     hc_eps: float,
     norm_eps: float,
+    implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The numbers that collapse and expand a stream around one sublayer, all float32.
 
@@ -29,11 +31,13 @@ def mixes(
       sinkhorn_iters: normalizations of comb, the softmax included.
       hc_eps: added to pre and inside comb's normalizations.
       norm_eps: added to the mean square.
+      implementation: see `dispatch.resolve`.
 
     Returns:
       pre float32[T, C], post float32[T, C], comb float32[T, C, C] (old copy, new copy).
     """
     chex.assert_rank([x, fn, scale, base], [3, 2, 1, 1])
+    resolve(implementation)
     flat = x.astype(jnp.float32).reshape(x.shape[0], -1)
     mean_square = numerics.mean(jnp.square(flat))
     product = jnp.einsum("tk,nk->tn", flat, fn, precision=jax.lax.Precision.HIGHEST)
@@ -74,7 +78,40 @@ def collapse(x: jax.Array, pre: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(jnp.float32) * pre[..., None], axis=1).astype(jnp.bfloat16)
 
 
-def expand(x: jax.Array, y: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
+def collapse_norm(
+    x: jax.Array, pre: jax.Array, weight: jax.Array, *, eps: float, implementation: Implementation
+) -> tuple[jax.Array, jax.Array]:
+    """The collapsed stream and its RMS norm.
+
+    Shapes: T rows, C copies, D hidden.
+
+    Args:
+      x: bf16[T, C, D], the stream.
+      pre: float32[T, C].
+      weight: bf16[D].
+      eps: added to the mean square.
+      implementation: see `dispatch.resolve`.
+
+    Returns:
+      bf16[T, D] as `collapse` has it, and bf16[T, D] normalized.
+    """
+    chex.assert_rank([x, pre, weight], [3, 2, 1])
+    resolve(implementation)
+    collapsed = collapse(x, pre)
+    wide = collapsed.astype(jnp.float32)
+    normed = wide * numerics.rsqrt(numerics.mean(jnp.square(wide)) + eps)
+    scale = weight.astype(jnp.float32)[None]
+    return collapsed, (scale * normed).astype(jnp.bfloat16)
+
+
+def expand(
+    x: jax.Array,
+    y: jax.Array,
+    post: jax.Array,
+    comb: jax.Array,
+    *,
+    implementation: Implementation,
+) -> jax.Array:
     """bf16[T, C, D]: adds a sublayer's result and mixes the copies, rounded once.
 
     Args:
@@ -82,7 +119,9 @@ def expand(x: jax.Array, y: jax.Array, post: jax.Array, comb: jax.Array) -> jax.
       y: bf16[T, D], the sublayer's result.
       post: float32[T, C].
       comb: float32[T, C, C], summed over its first copy axis.
+      implementation: see `dispatch.resolve`.
     """
     chex.assert_rank([x, y, post, comb], [3, 2, 2, 3])
+    resolve(implementation)
     mixed = jnp.sum(comb[..., None] * x.astype(jnp.float32)[:, :, None], axis=1)
     return (post[..., None] * y.astype(jnp.float32)[:, None] + mixed).astype(jnp.bfloat16)

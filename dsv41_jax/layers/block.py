@@ -227,12 +227,12 @@ class Block(nn.Module):
             )
         keys, valid = self._keys(positions, requests, earliest, topk, pages)
         attn_out = self.attn.attend(qr, positions, keys, valid)
-        x = hyper_connections.expand(written.x, attn_out, *written.attn[1:])
+        x = hyper_connections.expand(written.x, attn_out, *written.attn[1:], implementation="xla")
 
         pre, post, comb = mixes(self.ffn_mix, config, x)
         ffn_in = self.ffn_norm(hyper_connections.collapse(x, written.attn[0]))
         ffn_out, experts, expert_weights = self.ffn(ffn_in, is_image)
-        stream = Stream(hyper_connections.expand(x, ffn_out, post, comb), pre)
+        stream = Stream(hyper_connections.expand(x, ffn_out, post, comb, implementation="xla"), pre)
         return stream, LayerTrace(
             attn_in=written.attn_in,
             attn_out=attn_out,

@@ -31,4 +31,5 @@ def mixes(params: MixParams, config: ModelConfig, x: jax.Array) -> Mixes:
         sinkhorn_iters=config.hc_sinkhorn_iters,
         hc_eps=config.hc_eps,
         norm_eps=config.rms_norm_eps,
+        implementation="xla",
     )

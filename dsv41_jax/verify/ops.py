@@ -184,6 +184,7 @@ def _hc_block(config: ModelConfig, op: Op) -> Found:
             sinkhorn_iters=config.hc_sinkhorn_iters,
             hc_eps=config.hc_eps,
             norm_eps=config.rms_norm_eps,
+            implementation="xla",
         )
 
     x, y = op["x"], op["sublayer_out"]
@@ -196,7 +197,9 @@ def _hc_block(config: ModelConfig, op: Op) -> Found:
     yield from op.compare(compare_absolute, SINKHORN, shaped)
     found = {
         "hc_pre": compiled(hyper_connections.collapse)(x, flat["pre"]),
-        "hc_post": compiled(hyper_connections.expand)(x, y, flat["post"], flat["comb"]),
+        "hc_post": compiled(hyper_connections.expand, static_argnames="implementation")(
+            x, y, flat["post"], flat["comb"], implementation="xla"
+        ),
     }
     found = {part: np.asarray(array).reshape(op[part].shape) for part, array in found.items()}
     yield from op.compare(compare_bf16, BF16, found)

@@ -146,8 +146,8 @@ def image_bias_unused(original=moe.route):
 
 
 def comb_over_new_copies(original=hyper_connections.expand):
-    def expand(x, y, post, comb):
-        return original(x, y, post, jnp.swapaxes(comb, 1, 2))
+    def expand(x, y, post, comb, **options):
+        return original(x, y, post, jnp.swapaxes(comb, 1, 2), **options)
 
     return patches((hyper_connections, "expand", expand))
 
