@@ -100,7 +100,7 @@ class Attention(nn.Module):
         """
         config = self.config
         q = self.wq_b(qr).reshape(-1, self.heads, config.head_dim)
-        o = sparse_attention.sparse_attention(
+        o = sparse_attention.sparse_attention_reference(
             rotate(q, positions, self.freqs),
             keys,
             valid,

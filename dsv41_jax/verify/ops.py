@@ -141,7 +141,7 @@ def _sparse_attention(config: ModelConfig, op: Op) -> Found:
 
     def attend(q: jax.Array, keys: jax.Array, valid: jax.Array) -> jax.Array:
         sink = jnp.asarray(op["sink"])
-        return sparse_attention.sparse_attention(q, keys, valid, sink, scale=scale)
+        return sparse_attention.sparse_attention_reference(q, keys, valid, sink, scale=scale)
 
     run = compiled(attend)
     for q, kv, index in zip(op["q"], op["kv"], op["idx"], strict=True):

@@ -100,11 +100,11 @@ def rounded_down_scale():
     return patches((formats, "_power_of_two_scale", scale))
 
 
-def sink_changed(change, original=sparse_attention.sparse_attention):
+def sink_changed(change, original=sparse_attention.sparse_attention_reference):
     def attend(q, kv, valid, sink, *, scale):
         return original(q, kv, valid, change(sink, scale), scale=scale)
 
-    return patches((sparse_attention, "sparse_attention", attend))
+    return patches((sparse_attention, "sparse_attention_reference", attend))
 
 
 def one_pass_probabilities():
@@ -230,13 +230,13 @@ def other_frequencies(change):
     return patches((attention, "layer_frequencies", frequencies))
 
 
-def per_head_norm(original=sparse_attention.sparse_attention):
+def per_head_norm(original=sparse_attention.sparse_attention_reference):
     def attend(q, kv, valid, sink, *, scale):
         wide = q.astype(jnp.float32)
         rms = jnp.sqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True))
         return original((wide / rms).astype(q.dtype), kv, valid, sink, scale=scale)
 
-    return patches((sparse_attention, "sparse_attention", attend))
+    return patches((sparse_attention, "sparse_attention_reference", attend))
 
 
 def pre_of_the_same_sublayer(original=block.Block.write):
