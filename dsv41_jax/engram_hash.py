@@ -201,6 +201,23 @@ class EngramHasher:
     ) -> np.ndarray:
         """Hashes the n-grams that end at each token of several requests, all at once.
 
+        Args:
+          token_ids: by request, as in `hash`.
+          histories: by request, as in `hash`.
+
+        Returns:
+          int64[n, A, C] of all tokens, request after request.
+
+        Raises:
+          ValueError: a wrong history length, or an id outside the vocabulary.
+        """
+        return self.hash_ngrams(self.ngrams(token_ids, histories))
+
+    def ngrams(
+        self, token_ids: Sequence[np.ndarray], histories: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """What a token's rows follow from, of several requests: its id and those before it.
+
         Look-back stops for good at the first `NO_TOKEN` it meets.
 
         Args:
@@ -208,7 +225,8 @@ class EngramHasher:
           histories: by request, as in `hash`.
 
         Returns:
-          int64[n, A, C] of all tokens, request after request.
+          int64[n, N] of all tokens, request after request: the id k positions before the token
+          in column k, `NO_TOKEN` where look-back has stopped.
 
         Raises:
           ValueError: a wrong history length, or an id outside the vocabulary.
@@ -224,7 +242,7 @@ class EngramHasher:
             parts += [history, ids]
         count = sum(counts)
         if not count:
-            return np.zeros((0, len(self.layer_ids), self.config.num_columns), np.int64)
+            return np.zeros((0, look), np.int64)
         ids = np.concatenate(parts, dtype=np.int64)
         # NO_TOKEN becomes 0 and everything below it wraps around.
         if (ids - NO_TOKEN).view(np.uint64).max() > self._vocab_size:
@@ -241,8 +259,12 @@ class EngramHasher:
             back = back[np.arange(count) + np.repeat(np.arange(len(counts)) * size, counts)]
         if ids.min() < 0:
             back = np.where(np.minimum.accumulate(back, axis=1) < 0, NO_TOKEN, back)
-        products = self._compressed[back][:, None] * self._multipliers
+        return back
+
+    def hash_ngrams(self, ngrams: np.ndarray) -> np.ndarray:
+        """int64[n, A, C], row numbers of the layers' tables, of int64[n, N] from `ngrams`."""
+        products = self._compressed[ngrams][:, None] * self._multipliers
         mixed = np.bitwise_xor.accumulate(products, axis=2)[:, :, 1:, None]
         rows = mixed % self._primes
         rows += self._offsets
-        return rows.reshape(count, len(self.layer_ids), self.config.num_columns)
+        return rows.reshape(len(ngrams), len(self.layer_ids), self.config.num_columns)

@@ -5,7 +5,7 @@ import mmap
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import tokenizers
@@ -17,7 +17,7 @@ from dsv41_jax.engram_hash import EngramHasher, token_map_from_tokenizer
 from pallas_kernels.packed_rows import PackedRows
 
 TOKENIZER_NAME = "tokenizer.json"
-Placement = Literal["mmap", "ram"]
+Placement = Literal["mmap", "ram", "device"]
 
 _COPY_BYTES = 16 << 20
 
@@ -39,12 +39,37 @@ def read_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
         ) from None
 
 
+class EngramRows(Protocol):
+    """Where the Engram rows of a step come from.
+
+    Attributes:
+      layer_ids: the layers it has rows of.
+    """
+
+    layer_ids: tuple[int, ...]
+
+    def step_rows(
+        self, token_ids: Sequence[np.ndarray], histories: Sequence[np.ndarray], tokens: int
+    ) -> dict[int, PackedRows]:
+        """Rows of a step by layer, uint8[tokens, columns, ...]; zeros past the last token.
+
+        Args:
+          token_ids, histories: by request, see `EngramTables.lookup`.
+          tokens: T of the bucket, at least as many as are given.
+
+        Raises:
+          ValueError: a wrong history length, or an id outside the vocabulary.
+        """
+        ...
+
+
 class EngramTables:
     """The tables of some Engram layers, and the hash that addresses them.
 
     Attributes:
       hasher: token ids to row numbers.
       layer_ids: backbone layers whose tables are here.
+      tables: by layer, codes and scales of all rows.
     """
 
     def __init__(self, hasher: EngramHasher, tables: Mapping[int, PackedRows]) -> None:
@@ -56,6 +81,7 @@ class EngramTables:
         """
         self.hasher = hasher
         self.layer_ids = tuple(tables)
+        self.tables = dict(tables)
         self._tables = [
             (hasher.layer_ids.index(layer), layer, table) for layer, table in tables.items()
         ]
@@ -82,7 +108,9 @@ class EngramTables:
           config: its configuration, with an Engram part.
           tokenizer: the directory's, if it is already at hand.
           layers: backbone layers of one stage, all if None; those without a table are passed by.
-          placement: "mmap" leaves the tables in the files; "ram" copies them to memory.
+          placement: "mmap" leaves the tables in the files, to be read here and there; "ram"
+            copies them to memory; "device" leaves them in the files, to be read once from
+            front to back (see `dsv41_jax.engram_device`).
           prefault: whether to read memory-mapped tables into the page cache now.
           progress: whether to show a progress bar on stderr while tables are read.
 
@@ -147,8 +175,19 @@ class EngramTables:
         Raises:
           ValueError: a wrong history length, or an id outside the vocabulary.
         """
-        rows = self.hasher.hash_many(token_ids, histories)
-        count = len(rows)
+        self.gather(self.hasher.ngrams(token_ids, histories), out)
+
+    def step_rows(
+        self, token_ids: Sequence[np.ndarray], histories: Sequence[np.ndarray], tokens: int
+    ) -> dict[int, PackedRows]:
+        """Numpy rows of a whole step; see `EngramRows`."""
+        out = empty_rows(self.hasher.config, self.layer_ids, tokens)
+        self.lookup_many(token_ids, histories, out)
+        return out
+
+    def gather(self, ngrams: np.ndarray, out: Mapping[int, PackedRows]) -> None:
+        """Gathers the rows of int64[n, N] n-grams (see `EngramHasher.ngrams`) to the first n."""
+        rows, count = self.hasher.hash_ngrams(ngrams), len(ngrams)
         for axis, layer, table in self._tables:
             index, found = rows[:, axis], out[layer]
             # Row numbers are within their table, so nothing is clipped; raising would buffer.
@@ -177,8 +216,9 @@ def _table(
     for name in (codes, scales):
         if prefault:
             checkpoint.populate(name, bar.update)
-        # Rows are far apart: reading ahead of them would fill memory with bytes nobody asks for.
-        checkpoint.advise(name, mmap.MADV_RANDOM)
+        if placement == "mmap":
+            # Rows are far apart: reading ahead would fill memory with bytes nobody asks for.
+            checkpoint.advise(name, mmap.MADV_RANDOM)
     return PackedRows(checkpoint.read_bytes(codes), checkpoint.read_bytes(scales))
 
 

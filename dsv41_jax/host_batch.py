@@ -7,7 +7,8 @@ import numpy as np
 
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_table import EngramTables, empty_rows
+from dsv41_jax.engram_table import EngramRows
+from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.rowwise import ROW_TILE
 
 
@@ -52,7 +53,7 @@ def build_batch(
     requests: int,
     columns: int,
     logit_rows: int,
-    engram: EngramTables | None,
+    engram: EngramRows | None,
 ) -> TokenBatch:
     """Pads the requests' rows to a bucket.
 
@@ -63,10 +64,10 @@ def build_batch(
       requests: R of the bucket.
       columns: C of the bucket.
       logit_rows: L of the bucket.
-      engram: host tables of the stage's Engram layers, or None if it has none.
+      engram: where rows of the stage's Engram layers come from, or None if it has none.
 
     Returns:
-      A batch whose leaves are numpy arrays.
+      A batch whose leaves are numpy arrays, or what `engram` gives.
 
     Raises:
       ValueError: the rows do not fit the bucket.
@@ -97,12 +98,8 @@ def build_batch(
         num_late_rows=np.int32(len(late)),
         window_from=np.zeros(requests, np.int32),
         late_window_from=np.zeros(requests, np.int32),
-        engram={} if engram is None else empty_rows(config.engram, engram.layer_ids, tokens),
+        engram={} if engram is None else _engram_rows(engram, rows, tokens),
     )
-    if engram is not None and rows:
-        engram.lookup_many(
-            [row.token_ids for row in rows], [row.history for row in rows], batch.engram
-        )
     first = logit = 0
     for request, row in enumerate(rows):
         last = first + len(row.token_ids)
@@ -116,6 +113,12 @@ def build_batch(
         batch.logit_rows[logit : logit + row.logits] = np.arange(last - row.logits, last)
         first, logit = last, logit + row.logits
     return batch
+
+
+def _engram_rows(
+    engram: EngramRows, rows: Sequence[RequestRows], tokens: int
+) -> dict[int, PackedRows]:
+    return engram.step_rows([row.token_ids for row in rows], [row.history for row in rows], tokens)
 
 
 def _late_rows(rows: Sequence[RequestRows]) -> np.ndarray:

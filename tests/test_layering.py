@@ -32,6 +32,7 @@ FLOORS = {
     "sampling": 4,
     "checkpoint": 5,
     "engram_table": 5,
+    "engram_ahead": 5,
     "host_batch": 5,
     "forward": 5,
     "inference": 5,
