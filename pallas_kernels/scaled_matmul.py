@@ -7,9 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.dense_matmul import dense_matmul_reference
+from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.dense_matmul import dense_matmul_reference
+from pallas_kernels.dispatch import Implementation
 
 
-def scaled_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+def scaled_matmul(
+    x: jax.Array, weight: jax.Array, scale: jax.Array, *, implementation: Implementation
+) -> jax.Array:
     """Quantizes `x` and multiplies it with a block-scaled FP8 weight.
 
     Shapes: M rows, K inputs (a multiple of 32), N outputs.
@@ -18,13 +24,43 @@ def scaled_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Arra
       x: bf16[M, K].
       weight: e4m3[N, K].
       scale: uint8[ceil(N / 32), K / 32], E8M0.
+      implementation: see `dispatch.resolve`.
 
     Returns:
       float32[M, N], not rounded yet.
     """
     chex.assert_rank([x, weight, scale], 2)
     chex.assert_equal(x.shape[1], weight.shape[1])
+    resolve(implementation)
     return scaled_matmul_reference(quantized(x), formats.dequantize_weight(weight, scale))
+
+
+def grouped_output(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    *,
+    groups: int,
+    implementation: Implementation,
+) -> jax.Array:
+    """Multiplies groups of inputs with an FP8 matrix each; the inputs are not quantized.
+
+    Shapes: M rows, G groups, K inputs of a group (a multiple of 32), N outputs of all groups.
+
+    Args:
+      x: bf16[M, G * K].
+      weight: e4m3[N, K]; outputs g * N / G to (g + 1) * N / G read inputs of group g.
+      scale: uint8[ceil(N / 32), K / 32], E8M0.
+      groups: G.
+      implementation: see `dispatch.resolve`.
+
+    Returns:
+      float32[M, N], not rounded yet.
+    """
+    chex.assert_rank([x, weight, scale], 2)
+    chex.assert_equal(x.shape[1], groups * weight.shape[1])
+    resolve(implementation)
+    return grouped_output_reference(x, weight, scale, groups=groups)
 
 
 def quantized(x: jax.Array) -> jax.Array:
@@ -51,3 +87,50 @@ def scaled_matmul_reference(x: jax.Array, weight: jax.Array) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     return functools.reduce(jnp.add, [partial[k] for k in range(blocks)])
+
+
+def grouped_output(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    *,
+    groups: int,
+    implementation: Implementation,
+) -> jax.Array:
+    """Multiplies each group of inputs, not quantized, with its share of an FP8 weight.
+
+    Shapes: M rows, G groups, K inputs of a group, N outputs of all groups.
+
+    Args:
+      x: bf16[M, G * K].
+      weight: e4m3[N, K]; the outputs of a group are N / G consecutive rows.
+      scale: uint8[ceil(N / 32), ceil(K / 32)], E8M0.
+      groups: G.
+      implementation: which one runs.
+
+    Returns:
+      float32[M, N], not rounded.
+    """
+    chex.assert_rank([x, weight, scale], 2)
+    return grouped_output_reference(x, weight, scale, groups=groups)
+
+
+def grouped_output_reference(
+    x: jax.Array, weight: jax.Array, scale: jax.Array, *, groups: int
+) -> jax.Array:
+    """Defines the result."""
+    inputs = jnp.split(x, groups, axis=1)
+    matrices = jnp.split(formats.dequantize_weight(weight, scale), groups)
+    products = [dense_matmul_reference(*pair) for pair in zip(inputs, matrices, strict=True)]
+    return jnp.concatenate(products, axis=1)
+
+
+def grouped_output_reference(
+    x: jax.Array, weight: jax.Array, scale: jax.Array, *, groups: int
+) -> jax.Array:
+    """Defines the result: full float32 precision over dequantized weights."""
+    inputs = weight.shape[1]
+    matrix = formats.dequantize_weight(weight, scale).reshape(groups, -1, inputs)
+    rows = x.reshape(x.shape[0], groups, inputs)
+    products = [dense_matmul_reference(rows[:, g], matrix[g]) for g in range(groups)]
+    return jnp.stack(products, axis=1).reshape(x.shape[0], -1)
