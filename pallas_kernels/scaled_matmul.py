@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from pallas_kernels import formats
 from pallas_kernels.dense_matmul import dense_matmul_reference
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.dense_matmul import dense_matmul_reference
-from pallas_kernels.dispatch import Implementation
 
 
 def scaled_matmul(
@@ -89,32 +87,6 @@ def scaled_matmul_reference(x: jax.Array, weight: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, [partial[k] for k in range(blocks)])
 
 
-def grouped_output(
-    x: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    *,
-    groups: int,
-    implementation: Implementation,
-) -> jax.Array:
-    """Multiplies each group of inputs, not quantized, with its share of an FP8 weight.
-
-    Shapes: M rows, G groups, K inputs of a group, N outputs of all groups.
-
-    Args:
-      x: bf16[M, G * K].
-      weight: e4m3[N, K]; the outputs of a group are N / G consecutive rows.
-      scale: uint8[ceil(N / 32), ceil(K / 32)], E8M0.
-      groups: G.
-      implementation: which one runs.
-
-    Returns:
-      float32[M, N], not rounded.
-    """
-    chex.assert_rank([x, weight, scale], 2)
-    return grouped_output_reference(x, weight, scale, groups=groups)
-
-
 def grouped_output_reference(
     x: jax.Array, weight: jax.Array, scale: jax.Array, *, groups: int
 ) -> jax.Array:
@@ -123,14 +95,3 @@ def grouped_output_reference(
     matrices = jnp.split(formats.dequantize_weight(weight, scale), groups)
     products = [dense_matmul_reference(*pair) for pair in zip(inputs, matrices, strict=True)]
     return jnp.concatenate(products, axis=1)
-
-
-def grouped_output_reference(
-    x: jax.Array, weight: jax.Array, scale: jax.Array, *, groups: int
-) -> jax.Array:
-    """Defines the result: full float32 precision over dequantized weights."""
-    inputs = weight.shape[1]
-    matrix = formats.dequantize_weight(weight, scale).reshape(groups, -1, inputs)
-    rows = x.reshape(x.shape[0], groups, inputs)
-    products = [dense_matmul_reference(rows[:, g], matrix[g]) for g in range(groups)]
-    return jnp.stack(products, axis=1).reshape(x.shape[0], -1)
