@@ -1,0 +1,303 @@
+"""Kernels of the routed experts: rows sorted by expert, a block of rows of one expert each."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels import dispatch, formats, kernel_math
+
+ROW_BLOCK = 16  # rows of one expert in a program; fixed, so that no row's bits see the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a projection is cut; from the shape of one expert's weight only.
+
+    Attributes:
+      outputs: outputs of a program, a divisor of all.
+      inputs: inputs of a step, a divisor of all; they decide the order of the sum.
+      num_warps: warps of a program.
+      num_stages: steps in flight.
+    """
+
+    outputs: int
+    inputs: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def gate_up_blocks(outputs: int, inputs: int) -> Blocks:
+    """Blocks of w1 and w3: narrow enough that one row's experts fill the device."""
+    widest = 64 if outputs >= 1024 else 32
+    return Blocks(
+        outputs=kernel_math.largest_power_of_two_divisor(outputs, widest),
+        inputs=kernel_math.largest_power_of_two_divisor(inputs, 128),
+    )
+
+
+def down_blocks(outputs: int, inputs: int) -> Blocks:
+    """Blocks of w2, which has many outputs and few inputs."""
+    return Blocks(
+        outputs=kernel_math.largest_power_of_two_divisor(outputs, 64),
+        inputs=kernel_math.largest_power_of_two_divisor(inputs, 128),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Assignments of rows to experts, sorted by expert and cut into blocks.
+
+    Shapes: N assignments, B blocks, enough for any assignment.
+
+    Attributes:
+      order: int32[N], assignment at each sorted place.
+      expert: int32[B], expert of each block.
+      first: int32[B], its first sorted place.
+      count: int32[B], its rows; 0 in an idle block.
+    """
+
+    order: jax.Array
+    expert: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The attributes in order."""
+        return self.order, self.expert, self.first, self.count
+
+
+def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """float32 clamped SwiGLU of bf16-rounded projections.
+
+    Args:
+      gate: float32[M, F].
+      up: float32[M, F].
+      limit: upper bound of `gate`, and bound of `up` on both sides.
+    """
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
+def gate_up(
+    x: jax.Array,
+    weights: jax.Array,
+    w1: tuple[jax.Array, jax.Array],
+    w3: tuple[jax.Array, jax.Array],
+    plan: Plan,
+    *,
+    limit: float,
+    implementation: dispatch.Implementation,
+) -> jax.Array:
+    """The experts' hidden rows, quantized as w2 takes them.
+
+    Shapes: M rows, N assignments, E experts, D hidden, F intermediate.
+
+    Args:
+      x: bf16[M, D].
+      weights: float32[N], routing weights; assignment i belongs to row i // (N / M).
+      w1, w3: codes uint8[E, F, D / 2] and scales uint8[E, F, D / 32].
+      plan: of the N assignments.
+      limit: clamp of the SwiGLU.
+      implementation: "pallas" or "pallas_interpret".
+
+    Returns:
+      bf16[N, F] in sorted order, FP8 values; undefined where nothing is assigned.
+    """
+    experts, features, _ = w1[0].shape
+    blocks = gate_up_blocks(features, x.shape[1])
+
+    arguments = (*plan.arrays(), x, weights, *_words(w1), *_words(w3))
+    whole = [dispatch.whole(a) for a in arguments[:6]]
+    return dispatch.launch(
+        functools.partial(
+            _gate_up, blocks=blocks, chosen=weights.shape[0] // x.shape[0], limit=limit
+        ),
+        *arguments,
+        name="expert_gate_up",
+        grid=(plan.expert.shape[0], features // blocks.outputs),
+        in_specs=[*whole, *(_output_block(a, blocks) for a in arguments[6:])],
+        out_specs=pl.BlockSpec((weights.shape[0], features), lambda b, n: (0, 0)),
+        out_shape=jax.ShapeDtypeStruct((weights.shape[0], features), jnp.bfloat16),
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        implementation=implementation,
+    )
+
+
+def down(
+    hidden: jax.Array,
+    w2: tuple[jax.Array, jax.Array],
+    plan: Plan,
+    *,
+    partial: bool,
+    implementation: dispatch.Implementation,
+) -> jax.Array:
+    """The experts' results.
+
+    Args:
+      hidden: bf16[N, F], see `gate_up`.
+      w2: codes uint8[E, D, F / 2] and scales uint8[E, D, F / 32].
+      plan: of the N assignments.
+      partial: whether F is a slice, so that results are not rounded yet.
+      implementation: "pallas" or "pallas_interpret".
+
+    Returns:
+      [N, D] in sorted order, float32 if partial and bf16 otherwise; undefined where nothing
+      is assigned.
+    """
+    features = w2[0].shape[1]
+    blocks = down_blocks(features, hidden.shape[1])
+    arguments = (plan.expert, plan.first, plan.count, hidden, *_words(w2))
+    shape = (hidden.shape[0], features)
+    return dispatch.launch(
+        functools.partial(_down, blocks=blocks),
+        *arguments,
+        name="expert_down",
+        grid=(plan.expert.shape[0], features // blocks.outputs),
+        in_specs=[
+            *(dispatch.whole(a) for a in arguments[:4]),
+            *(_output_block(a, blocks) for a in arguments[4:]),
+        ],
+        out_specs=pl.BlockSpec(shape, lambda b, n: (0, 0)),
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if partial else jnp.bfloat16),
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        implementation=implementation,
+    )
+
+
+def _words(weight: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Codes seen as uint16, without a copy: 384 released experts have over 2^31 bytes of them."""
+    codes, scales = weight
+    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.uint16), scales
+
+
+def _output_block(array: jax.Array, blocks: Blocks) -> pl.BlockSpec:
+    """All experts' rows for the outputs of a program."""
+    return pl.BlockSpec((array.shape[0], blocks.outputs, array.shape[2]), lambda b, n: (0, n, 0))
+
+
+def _gate_up(
+    order_ref: jax.Ref,
+    expert_ref: jax.Ref,
+    first_ref: jax.Ref,
+    count_ref: jax.Ref,
+    x_ref: jax.Ref,
+    weights_ref: jax.Ref,
+    w1_ref: jax.Ref,
+    s1_ref: jax.Ref,
+    w3_ref: jax.Ref,
+    s3_ref: jax.Ref,
+    hidden_ref: jax.Ref,
+    *,
+    blocks: Blocks,
+    chosen: int,
+    limit: float,
+) -> None:
+    block, part = pl.program_id(0), pl.program_id(1)
+    count = count_ref[block]
+
+    @pl.when(count > 0)
+    def _() -> None:
+        expert = expert_ref[block]
+        first = first_ref[block]
+        places = _places(first, count)
+        assignments = order_ref[places]
+        rows = assignments // chosen
+
+        def step(k: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            columns = k * blocks.inputs + jnp.arange(blocks.inputs)
+            x = x_ref[rows[:, None], columns[None, :]].astype(jnp.float32)
+            x = _even_odd(kernel_math.quantize_fp8_block(x).astype(jnp.bfloat16))
+            gate, up = sums
+            gate = gate + _product(x, w1_ref, s1_ref, expert, k, blocks)
+            return gate, up + _product(x, w3_ref, s3_ref, expert, k, blocks)
+
+        zeros = jnp.zeros((ROW_BLOCK, blocks.outputs), jnp.float32)
+        steps = x_ref.shape[1] // blocks.inputs
+        gate, up = (
+            a.astype(jnp.bfloat16).astype(jnp.float32)
+            for a in jax.lax.fori_loop(0, steps, step, (zeros, zeros))
+        )
+        hidden = swiglu(gate, up, limit) * weights_ref[assignments][:, None]
+        hidden = hidden.astype(jnp.bfloat16).astype(jnp.float32)
+        hidden = kernel_math.quantize_fp8_block(hidden).astype(jnp.bfloat16)
+        _store(hidden_ref, hidden, first, count, part)
+
+
+def _down(
+    expert_ref: jax.Ref,
+    first_ref: jax.Ref,
+    count_ref: jax.Ref,
+    hidden_ref: jax.Ref,
+    w2_ref: jax.Ref,
+    s2_ref: jax.Ref,
+    out_ref: jax.Ref,
+    *,
+    blocks: Blocks,
+) -> None:
+    block, part = pl.program_id(0), pl.program_id(1)
+    count = count_ref[block]
+
+    @pl.when(count > 0)
+    def _() -> None:
+        expert = expert_ref[block]
+        first = first_ref[block]
+        places = _places(first, count)
+
+        def step(k: jax.Array, total: jax.Array) -> jax.Array:
+            columns = k * blocks.inputs + jnp.arange(blocks.inputs)
+            hidden = _even_odd(hidden_ref[places[:, None], columns[None, :]])
+            return total + _product(hidden, w2_ref, s2_ref, expert, k, blocks)
+
+        zeros = jnp.zeros((ROW_BLOCK, blocks.outputs), jnp.float32)
+        total = jax.lax.fori_loop(0, hidden_ref.shape[1] // blocks.inputs, step, zeros)
+        _store(out_ref, total.astype(out_ref.dtype), first, count, part)
+
+
+def _places(first: jax.Array, count: jax.Array) -> jax.Array:
+    """Sorted places of a block's rows; rows past `count` repeat the last, and are not stored."""
+    return first + jnp.minimum(jnp.arange(ROW_BLOCK), count - 1)
+
+
+def _even_odd(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Columns of [BM, BK] as packed codes hold them: low nibbles are even, high ones odd."""
+    even, odd = jnp.unstack(x.reshape(x.shape[0], -1, 2), axis=-1)
+    return even, odd
+
+
+def _product(
+    x: tuple[jax.Array, jax.Array],
+    words_ref: jax.Ref,
+    scales_ref: jax.Ref,
+    expert: jax.Array,
+    k: jax.Array,
+    blocks: Blocks,
+) -> jax.Array:
+    """float32[BM, BN] of one step of inputs: two exact bf16 products, even inputs first."""
+    groups, words = blocks.inputs // formats.FP4_BLOCK, blocks.inputs // 4
+    word = words_ref[expert, :, pl.ds(k * words, words)]
+    scale = kernel_math.decode_e8m0(scales_ref[expert, :, pl.ds(k * groups, groups)])
+    byte = jnp.stack([word & 0xFF, word >> 8], axis=-1).reshape(blocks.outputs, -1)
+
+    def weight(codes: jax.Array) -> jax.Array:
+        scaled = codes.reshape(blocks.outputs, groups, -1) * scale[:, :, None]
+        return scaled.reshape(blocks.outputs, -1).astype(jnp.bfloat16)
+
+    even, odd = (weight(codes) for codes in kernel_math.decode_e2m1_pair(byte))
+    return triton.dot(x[0], even, trans_b=True) + triton.dot(x[1], odd, trans_b=True)
+
+
+def _store(
+    ref: jax.Ref, values: jax.Array, first: jax.Array, count: jax.Array, part: jax.Array
+) -> None:
+    """Writes the first `count` rows of a block, in one part of the columns."""
+    rows = jnp.arange(ROW_BLOCK)
+    columns = part * values.shape[1] + jnp.arange(values.shape[1])
+    at = ref.at[(first + rows)[:, None], columns[None, :]]
+    triton.store(at, values, mask=jnp.broadcast_to((rows < count)[:, None], values.shape))
