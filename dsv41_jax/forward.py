@@ -47,4 +47,7 @@ def forward_and_sample(
 ) -> tuple[Sampled, StageState]:
     """One step of the whole model and a token for each logit row (see `forward`)."""
     result = stage(params, state, batch)
-    return sample(result.head.logits, sampling, batch.num_logits), result.state
+    sampled = sample(
+        result.head.logits, sampling, batch.num_logits, implementation=stage.implementation
+    )
+    return sampled, result.state

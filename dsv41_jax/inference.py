@@ -19,6 +19,7 @@ from dsv41_jax.host_batch import RequestRows, build_batch, round_rows
 from dsv41_jax.model import Params, Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch, single_request
 from dsv41_jax.state import StageState, init_state
+from pallas_kernels.dispatch import Implementation, resolve
 
 DEFAULT_CHUNK = 512  # tokens of a prefill step
 
@@ -32,30 +33,42 @@ class Model:
       params: packed parameters on the device, named as in the checkpoint.
       engram: memory-mapped Engram tables, or None where the model has none.
       path: the checkpoint directory.
+      implementation: of the operations.
     """
 
     config: ModelConfig
     params: Params
     engram: EngramTables | None
     path: pathlib.Path
+    implementation: Implementation
 
     @property
     def stage(self) -> Stage:
         """The whole model as one stage."""
-        return Stage(self.config, range(self.config.num_hidden_layers))
+        layers = range(self.config.num_hidden_layers)
+        return Stage(self.config, layers, implementation=self.implementation)
 
 
-def load(path: str | os.PathLike, *, progress: bool = True) -> Model:
+def load(
+    path: str | os.PathLike,
+    *,
+    implementation: Implementation | None = None,
+    progress: bool = True,
+) -> Model:
     """Loads a checkpoint directory in the released layout.
 
     Args:
       path: directory with config.json, safetensors shards and tokenizer.json.
+      implementation: "xla", "pallas" or "pallas_interpret"; if None, kernels on a GPU and
+        XLA elsewhere.
       progress: whether to show a progress bar on stderr.
 
     Raises:
+      ValueError: no such implementation.
       ConfigError: config.json does not describe a model this project runs.
       CheckpointError: the shards are incomplete, damaged or of another model.
     """
+    implementation = resolve(implementation)
     directory = pathlib.Path(path)
     if not directory.is_dir():
         raise CheckpointError(
@@ -65,7 +78,7 @@ def load(path: str | os.PathLike, *, progress: bool = True) -> Model:
     open_checkpoint(directory, config)  # faults of the shards first, before anything is read
     engram = EngramTables.open(directory, config) if config.engram else None
     params = load_params(directory, config, progress=progress)
-    return Model(config, params, engram, directory)
+    return Model(config, params, engram, directory, implementation)
 
 
 def score(model: Model, token_ids: Sequence[int], chunk_size: int | None = None) -> np.ndarray:

@@ -17,6 +17,7 @@ from dsv41_jax.layers.linear import RMSNorm
 from dsv41_jax.shared_state import SharedState
 from dsv41_jax.state import StageState
 from pallas_kernels import hyper_connections
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.rowwise import ROW_TILE, map_rows
 
 Params = dict[str, Any]
@@ -70,11 +71,13 @@ class Stage:
       config: the model.
       layers: consecutive backbone layers.
       partition: devices that share the stage; parameters have per-device shapes.
+      implementation: of the operations; see `pallas_kernels.dispatch`.
     """
 
     config: ModelConfig
     layers: range
     partition: Partition = WHOLE
+    implementation: Implementation = "xla"
 
     @property
     def is_first(self) -> bool:
@@ -88,7 +91,9 @@ class Stage:
 
     def block(self, layer: int) -> Block:
         """The module of one layer."""
-        return Block(self.config, layer_spec(self.config, layer), self.partition)
+        return Block(
+            self.config, layer_spec(self.config, layer), self.partition, self.implementation
+        )
 
     def __call__(
         self,
@@ -123,11 +128,11 @@ class Stage:
         for layer in self.layers:
             block, layer_params = self.block(layer), params[f"layers_{layer}"]
             with jax.named_scope(f"layer_{layer}"):
-                written, groups, state, shared = write_block(
+                written, state, shared, cached = write_block(
                     block, layer_params, stream, batch, state, shared
                 )
                 if block.spec.draft_target:
-                    main_hidden.append(_mean_copies(written.x, batch))
+                    main_hidden.append(self._mean_copies(written.x, batch))
                 if layer == last_source:
                     rows = jnp.maximum(batch.late_rows, 0)
                     written = jax.tree.map(lambda a, rows=rows: a[rows], written)
@@ -135,7 +140,7 @@ class Stage:
                 stream, shared, trace = self._read_block(
                     block, layer_params, written, batch, state, shared
                 )
-            traces.append(dataclasses.replace(trace, **vars(groups) if groups else {}))
+            traces.append(dataclasses.replace(trace, **cached))
         head = self.head(params, stream, batch) if self.is_last else None
         return StageResult(stream, state, shared, head, tuple(main_hidden), tuple(traces))
 
@@ -157,19 +162,24 @@ class Stage:
 
     def head(self, params: Params, stream: Stream, batch: TokenBatch) -> HeadResult:
         """Logits of the batch's logit rows."""
-        norm = RMSNorm(self.config.rms_norm_eps)
-        head = Head(self.config, self.partition)
+        config, how = self.config, self.implementation
+        head = Head(config, self.partition, how)
 
         def project(rows: Stream) -> HeadResult:
-            final_h = hyper_connections.collapse(rows.x, rows.pre)
-            normed = norm.apply({"params": params["norm"]}, final_h)
+            final_h, normed = hyper_connections.collapse_norm(
+                rows.x,
+                rows.pre,
+                params["norm"]["weight"],
+                eps=config.rms_norm_eps,
+                implementation=how,
+            )
             logits = head.apply({"params": params["head"]}, normed)
             return HeadResult(final_h, normed, logits)
 
         with jax.named_scope("head"):
             wanted = jnp.maximum(batch.logit_rows, 0)
             rows = jax.tree.map(lambda a: a[wanted], stream)
-            return map_rows(project, rows, batch.num_logits, implementation="xla")
+            return map_rows(project, rows, batch.num_logits, implementation=how)
 
     def init(self) -> Params:
         """Parameters of the right shapes, all zero; abstract them with `jax.eval_shape`."""
@@ -183,13 +193,14 @@ class Stage:
         for layer in self.layers:
             params[f"layers_{layer}"] = self.block(layer).init(key)["params"]
         if self.is_last:
-            params["norm"] = RMSNorm(config.rms_norm_eps).init(key, hidden)["params"]
-            params["head"] = Head(config, self.partition).init(key, hidden)["params"]
+            norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self.implementation)
+            head = Head(config, self.partition, self.implementation)
+            params["norm"] = norm.init(key, hidden)["params"]
+            params["head"] = head.init(key, hidden)["params"]
         return params
 
+    def _mean_copies(self, x: jax.Array, batch: TokenBatch) -> jax.Array:
+        def mean(rows: jax.Array) -> jax.Array:
+            return jnp.mean(rows.astype(jnp.float32), axis=1).astype(jnp.bfloat16)
 
-def _mean_copies(x: jax.Array, batch: TokenBatch) -> jax.Array:
-    def mean(rows: jax.Array) -> jax.Array:
-        return jnp.mean(rows.astype(jnp.float32), axis=1).astype(jnp.bfloat16)
-
-    return map_rows(mean, x, batch.num_tokens, implementation="xla")
+        return map_rows(mean, x, batch.num_tokens, implementation=self.implementation)

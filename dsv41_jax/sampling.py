@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.rowwise import ROW_TILE, map_rows
 
 NUM_ALTERNATIVES = 20  # N: likeliest tokens returned for every row
@@ -97,7 +98,13 @@ class Sampled:
     watched_logprobs: jax.Array
 
 
-def sample(logits: jax.Array, sampling: SamplingBatch, num_logits: jax.Array) -> Sampled:
+def sample(
+    logits: jax.Array,
+    sampling: SamplingBatch,
+    num_logits: jax.Array,
+    *,
+    implementation: Implementation,
+) -> Sampled:
     """Samples, or looks up, one token per row.
 
     The draw of a row uses the key fold_in(key(seed), step), so it depends neither on the batch
@@ -108,6 +115,7 @@ def sample(logits: jax.Array, sampling: SamplingBatch, num_logits: jax.Array) ->
       logits: float32[L, V], L a multiple of the row tile.
       sampling: see `SamplingBatch`.
       num_logits: int32[], rows that are real; they come first.
+      implementation: of the model, whose row tiles rows follow.
     """
     chex.assert_rank(logits, 2)
     chex.assert_type(logits, jnp.float32)
@@ -120,7 +128,7 @@ def sample(logits: jax.Array, sampling: SamplingBatch, num_logits: jax.Array) ->
         lambda rows: _sample_rows(*rows, changes),
         (logits, by_row),
         num_logits,
-        implementation="xla",
+        implementation=implementation,
     )
 
 

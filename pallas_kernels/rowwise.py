@@ -58,3 +58,24 @@ def map_rows(
     shapes = jax.eval_shape(lambda: fn(tile(jnp.int32(0))))
     empty = jax.tree.map(lambda s: jnp.zeros((total, *s.shape[1:]), s.dtype), shapes)
     return jax.lax.fori_loop(0, (count + ROW_TILE - 1) // ROW_TILE, step, empty)
+
+
+def map_chunks(fn: Callable[[Any], Any], rows: Any, most: int) -> Any:
+    """Applies a row-wise function to a few rows at a time, to bound what it holds.
+
+    Args:
+      fn: as in `map_rows`, of any number of rows.
+      rows: pytree of [T, ...] arrays.
+      most: rows at a time, rounded to a power of two of at least `ROW_TILE` that divides T.
+
+    Returns:
+      Pytree of [T, ...] arrays.
+    """
+    total = jax.tree.leaves(rows)[0].shape[0]
+    chunk = ROW_TILE
+    while 2 * chunk <= most and total % (2 * chunk) == 0:
+        chunk *= 2
+    if total <= chunk or total % chunk:
+        return fn(rows)
+    split = jax.tree.map(lambda a: a.reshape(total // chunk, chunk, *a.shape[1:]), rows)
+    return jax.tree.map(lambda a: a.reshape(total, *a.shape[2:]), jax.lax.map(fn, split))

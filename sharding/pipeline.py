@@ -23,6 +23,7 @@ from dsv41_jax.inference import (
 from dsv41_jax.model import Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from dsv41_jax.state import StageState
+from pallas_kernels.dispatch import Implementation, resolve
 from sharding.mesh import stage_meshes
 from sharding.microbatch import cut_rows, microbatch_tokens, num_logits, sampling_rows
 from sharding.rules import load_stage_params, parameter_specs, partition_of
@@ -171,6 +172,7 @@ def build_pipeline(
     devices: Sequence[jax.Device] | None = None,
     engram_placement: Placement = "mmap",
     engram_prefault: bool = False,
+    implementation: Implementation | None = None,
     progress: bool = True,
 ) -> Pipeline:
     """Loads a checkpoint onto the stages of a plan.
@@ -185,6 +187,7 @@ def build_pipeline(
       microbatches: parts that a step is cut into; as many as stages if None.
       devices: stage by stage, all of JAX's if None; stages may share devices.
       engram_placement, engram_prefault: see `EngramTables.open`.
+      implementation: of the operations; the default of the backend if None.
       progress: whether to show progress bars on stderr.
 
     Raises:
@@ -199,7 +202,8 @@ def build_pipeline(
     meshes = stage_meshes(len(plan.stages), tensor.devices, devices)
     tokenizer = read_tokenizer(directory) if config.engram is not None else None
     runners = []
-    for step, mesh in zip(stage_steps(config, plan, tensor), meshes, strict=True):
+    steps = stage_steps(config, plan, tensor, resolve(implementation))
+    for step, mesh in zip(steps, meshes, strict=True):
         engram = None
         if step.contents.engram_layers:
             layers = step.contents.engram_layers
@@ -218,12 +222,14 @@ def build_pipeline(
     return Pipeline(config, plan, tuple(runners), microbatches or len(plan.stages))
 
 
-def stage_steps(config: ModelConfig, plan: StagePlan, tensor: TensorPlan) -> list[StageStep]:
+def stage_steps(
+    config: ModelConfig, plan: StagePlan, tensor: TensorPlan, implementation: Implementation
+) -> list[StageStep]:
     """The computation of every stage; the plan is taken as it is."""
     partition = partition_of(tensor)
     boundaries = [*plan.boundaries, None]
     return [
-        StageStep(Stage(config, contents.layers, partition), contents, boundary)
+        StageStep(Stage(config, contents.layers, partition, implementation), contents, boundary)
         for contents, boundary in zip(plan.stages, boundaries, strict=True)
     ]
 

@@ -1,5 +1,6 @@
 """One stage on its own mesh: parameters, Engram tables, and its compiled step."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.batch import TokenBatch
-from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.engram_table import EngramRows
 from dsv41_jax.forward import COMPILER_OPTIONS
 from dsv41_jax.host_batch import RequestRows, build_batch
 from dsv41_jax.layer_plan import SharingError
@@ -90,7 +91,8 @@ class StageStep:
         logits = result.head.logits
         if sampling is None:
             return logits, result.state
-        return sample(logits, sampling, batch.num_logits), result.state
+        how = self.stage.implementation
+        return sample(logits, sampling, batch.num_logits, implementation=how), result.state
 
 
 class StageRunner:
@@ -100,7 +102,7 @@ class StageRunner:
       step: the computation.
       mesh: the stage's devices.
       params: parameters of the stage's layers, sharded over the mesh.
-      engram: host tables of the stage's Engram layers, or None where it has none.
+      engram: where rows of the stage's Engram layers come from, or None where it has none.
       program: the jitted step; compiled once for each bucket.
     """
 
@@ -110,7 +112,7 @@ class StageRunner:
         mesh: Mesh,
         params: Params,
         specs: Params,
-        engram: EngramTables | None,
+        engram: EngramRows | None,
     ) -> None:
         """
         Args:
@@ -125,6 +127,12 @@ class StageRunner:
         self.params = params
         self.engram = engram
         self.program = stage_program(step, mesh, specs)
+
+    def with_engram(self, engram: EngramRows) -> "StageRunner":
+        """The same stage with another source of its Engram rows."""
+        other = copy.copy(self)
+        other.engram = engram
+        return other
 
     def make_state(self, *, window_pages: int, global_pages: int, slots: int) -> StageState:
         """Zeroed caches of the stage's layers and replicas, wherever JAX puts them."""

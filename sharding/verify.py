@@ -20,6 +20,7 @@ from dsv41_jax.verify.measure import Measure
 from dsv41_jax.verify.report import show
 from dsv41_jax.verify.tolerances import Tier
 from dsv41_jax.verify.vectors import Directory, VectorError, Vectors
+from pallas_kernels.dispatch import resolve
 from sharding.mesh import provide_cpu_devices
 from sharding.options import PartitionOptions, add_partition_options, partition_options
 from sharding.pipeline import Pipeline, build_pipeline
@@ -149,7 +150,9 @@ def _case(
 
 
 def _model(directory: Directory) -> Model:
-    return Model(directory.config, directory.params, directory.engram, directory.path)
+    return Model(
+        directory.config, directory.params, directory.engram, directory.path, resolve(None)
+    )
 
 
 def _length(directory: Directory, case: str) -> int:

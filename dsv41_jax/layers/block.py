@@ -15,18 +15,14 @@ from dsv41_jax.layers.engram import Engram
 from dsv41_jax.layers.hyper_connections import Mixes, mix_params, mixes
 from dsv41_jax.layers.linear import RMSNorm
 from dsv41_jax.layers.moe import MoE
+from dsv41_jax.layers.rotary import angles, layer_frequencies
 from dsv41_jax.slots import table_rows, window_positions
 from pallas_kernels import hyper_connections
-from pallas_kernels.packed_rows import (
-    PackedRows,
-    gather,
-    pack_index,
-    pack_kv,
-    pack_window,
-    unpack_kv,
-    unpack_window,
-)
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.packed_rows import PackedRows, pack_index, pack_kv, pack_window
 from pallas_kernels.paging import slot
+
+Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32[T, r / 2]
 
 
 @jax.tree_util.register_dataclass
@@ -46,20 +42,22 @@ class Stream:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What the first half of a layer computes of each row, before any cache is read.
+    """What the first half of a layer computes of each row, before any cache is touched.
 
     Attributes:
       x: bf16[T, C, D], after the Engram.
       attn_in: bf16[T, D], normalized input of attention.
       attn: mixing numbers of the attention sublayer.
-      window: packed window rows.
+      window: bf16[T, d], window latents before their norm.
+      rotation: of the rows' positions.
       kv, score: float32[T, d], compressor products; None unless the layer compresses.
     """
 
     x: jax.Array
     attn_in: jax.Array
     attn: Mixes
-    window: PackedRows
+    window: jax.Array
+    rotation: Rotation
     kv: jax.Array | None
     score: jax.Array | None
 
@@ -76,8 +74,8 @@ class LayerTrace:
       topk: int32[T, index_topk] the layer attends to, or None.
       index_score: float32[T, J], or None unless the layer runs an indexer.
       candidates: bool[T, blocks], or None unless the layer selects them.
-      window: packed window rows of the batch.
-      kv, index_k: packed rows of the group that each row would complete, or None.
+      window: packed rows of the batch, as they stand in the window cache.
+      kv, index_k: packed rows of the group that each row completes, or None.
     """
 
     attn_in: jax.Array
@@ -90,7 +88,7 @@ class LayerTrace:
     topk: jax.Array | None
     index_score: jax.Array | None
     candidates: jax.Array | None
-    window: PackedRows
+    window: PackedRows | None
     kv: PackedRows | None
     index_k: PackedRows | None
 
@@ -119,18 +117,19 @@ class Block(nn.Module):
     config: ModelConfig
     spec: LayerSpec
     partition: Partition = WHOLE
+    implementation: Implementation = "xla"
 
     def setup(self) -> None:
         """Declares the parts."""
-        config = self.config
-        self.attn = Attention(config, self.spec, self.partition)
-        self.ffn = MoE(config, self.partition)
-        self.attn_norm = RMSNorm(config.rms_norm_eps)
-        self.ffn_norm = RMSNorm(config.rms_norm_eps)
+        config, how = self.config, self.implementation
+        self.attn = Attention(config, self.spec, self.partition, how)
+        self.ffn = MoE(config, self.partition, how)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, how)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, how)
         self.attn_mix = mix_params(self, "hc_attn", config)
         self.ffn_mix = mix_params(self, "hc_ffn", config)
         if self.spec.engram is not None:
-            self.engram = Engram(config)
+            self.engram = Engram(config, how)
 
     def __call__(self) -> None:
         """Visits every parameter, so that `init` makes them all."""
@@ -146,18 +145,21 @@ class Block(nn.Module):
             table = (1, config.engram.num_columns, config.engram.head_dim)
             engram = pack_window(jnp.zeros(table, jnp.bfloat16))
         written = self.write(stream, rows, text, engram)
+        window = pack_window(written.window)
+        window = self.write_window(window, rows, written, rows[0])
         kv = index_k = topk = candidates = None
-        if spec.owns_kv:
-            group = jnp.zeros((1, spec.ratio, config.head_dim))
-            self.compress(group, group, rows)
         if spec.ratio:
             kv = pack_kv(jnp.zeros((1, config.head_dim), jnp.bfloat16))
             index_k = pack_index(jnp.zeros((1, config.index_head_dim), jnp.bfloat16))
             topk = jnp.zeros((1, config.index_topk), jnp.int32)
+        if spec.owns_kv:
+            group = jnp.zeros((1, spec.ratio, config.head_dim))
+            closed = self.compress(group, group, rows)
+            kv, index_k = self.write_groups(kv, index_k, rows, closed, rows[0])
         if spec.candidate_source is not None:
             positions = page_size(config) // spec.ratio
             candidates = jnp.ones((1, -(-positions // config.candidate_block_size)), bool)
-        pages = Pages(written.window, kv, index_k, rows[None], rows[None])
+        pages = Pages(window, kv, index_k, rows[None], rows[None])
         self.read(written, rows, rows, rows, text, topk, candidates, pages)
 
     def write(
@@ -167,35 +169,58 @@ class Block(nn.Module):
         is_image: jax.Array,
         engram: PackedRows | None,
     ) -> Written:
-        """First half: what each row adds to the caches.
+        """First half: the Engram, and everything that enters the caches.
 
         Args:
           stream: [T, ...].
           positions: int32[T].
           is_image: bool[T].
-          engram: table rows of this layer, or None where it has no Engram.
+          engram: looked-up rows [T, columns, ...], where the layer has an Engram.
         """
         x = stream.x
         if self.spec.engram is not None:
             x = self.engram(x, engram, is_image)
-        attn_in = self.attn_norm(hyper_connections.collapse(x, stream.pre))
+        attn_in = self._collapse(x, stream.pre, self.attn_norm)
         kv = score = None
         if self.spec.owns_kv:
             kv, score = self.attn.compressor.project(attn_in)
         return Written(
             x=x,
             attn_in=attn_in,
-            attn=mixes(self.attn_mix, self.config, x),
-            window=self.attn.window_rows(attn_in, positions),
+            attn=mixes(self.attn_mix, self.config, x, self.implementation),
+            window=self.attn.wkv(attn_in),
+            rotation=self._rotation(positions),
             kv=kv,
             score=score,
         )
 
+    def write_window(
+        self, cache: PackedRows, slots: jax.Array, written: Written, count: jax.Array
+    ) -> PackedRows:
+        """The layer's window rows with the first `count` rows written at int32[T] slots."""
+        return self.attn.write_window(cache, slots, written.window, written.rotation, count)
+
     def compress(
         self, kv: jax.Array, score: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Rotation]:
+        """Latents bf16[T, d] and index keys, before norms, of groups that stand at int32[T].
+
+        Args:
+          kv, score: float32[T, m, d], the groups' products.
+          positions: of each group's first token.
+        """
+        return *self.attn.compress(kv, score), self._rotation(positions)
+
+    def write_groups(
+        self,
+        kv: PackedRows,
+        index_k: PackedRows,
+        slots: jax.Array,
+        closed: tuple[jax.Array, jax.Array, Rotation],
+        count: jax.Array,
     ) -> tuple[PackedRows, PackedRows]:
-        """Packed KV and index keys of groups float32[T, m, d] that stand at int32[T]."""
-        return self.attn.compressed_rows(kv, score, positions)
+        """The KV source's rows and index keys with `compress`'s result written at the slots."""
+        return self.attn.write_groups(kv, index_k, slots, *closed, count)
 
     def read(
         self,
@@ -218,22 +243,37 @@ class Block(nn.Module):
           candidates: bool[T, blocks] of the candidate source, where this layer is masked.
           pages: the caches, with this step's rows written.
         """
-        config, spec = self.config, self.spec
+        config, spec, how = self.config, self.spec, self.implementation
         qr = self.attn.query_latent(written.attn_in)
-        index_score = selected = None
+        table = table_rows(pages.global_table, requests)
+        index_score = selected = chosen = None
         if spec.owns_index:
-            index_score, topk, selected = self._index(
-                written.attn_in, qr, positions, requests, candidates, pages
+            topk, selected, index_score = self.attn.indexer.choose(
+                self.attn.indexer.queries(written.attn_in, qr, written.rotation),
+                positions,
+                pages.index_k,
+                table,
+                candidates,
+                page_size(config) // spec.ratio,
             )
-        keys, valid = self._keys(positions, requests, earliest, topk, pages)
-        attn_out = self.attn.attend(qr, positions, keys, valid)
-        x = hyper_connections.expand(written.x, attn_out, *written.attn[1:], implementation="xla")
+        if topk is not None:
+            chosen = slot(table, topk, page_size(config) // spec.ratio)
+        window = slot(
+            table_rows(pages.window_table, requests),
+            window_positions(positions, earliest, config.sliding_window),
+            page_size(config),
+        )
+        attn_out = self.attn.attend(
+            qr, written.rotation, (pages.window, window), (pages.kv, chosen)
+        )
+        _, post, comb = written.attn
+        x = hyper_connections.expand(written.x, attn_out, post, comb, implementation=how)
 
-        pre, post, comb = mixes(self.ffn_mix, config, x)
-        ffn_in = self.ffn_norm(hyper_connections.collapse(x, written.attn[0]))
-        ffn_out, experts, expert_weights = self.ffn(ffn_in, is_image)
-        stream = Stream(hyper_connections.expand(x, ffn_out, post, comb, implementation="xla"), pre)
-        return stream, LayerTrace(
+        pre, post, comb = mixes(self.ffn_mix, config, x, how)
+        ffn_in = self._collapse(x, written.attn[0], self.ffn_norm)
+        ffn_out, experts, expert_weights = self.ffn(ffn_in, is_image, requests >= 0)
+        x_out = hyper_connections.expand(x, ffn_out, post, comb, implementation=how)
+        return Stream(x_out, pre), LayerTrace(
             attn_in=written.attn_in,
             attn_out=attn_out,
             ffn_in=ffn_in,
@@ -244,47 +284,15 @@ class Block(nn.Module):
             topk=topk,
             index_score=index_score,
             candidates=selected,
-            window=written.window,
+            window=None,
             kv=None,
             index_k=None,
         )
 
-    def _index(
-        self,
-        attn_in: jax.Array,
-        qr: jax.Array,
-        positions: jax.Array,
-        requests: jax.Array,
-        candidates: jax.Array | None,
-        pages: Pages,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        indexer = self.attn.indexer
-        table = table_rows(pages.global_table, requests)
-        rows_per_page = page_size(self.config) // self.spec.ratio
-        scores = indexer.scores(attn_in, qr, positions, pages.index_k, table, rows_per_page)
-        topk, selected, scores = indexer.select(scores, candidates, positions)
-        return scores, topk, selected
+    def _collapse(self, x: jax.Array, pre: jax.Array, norm: RMSNorm) -> jax.Array:
+        return hyper_connections.collapse_norm(
+            x, pre, norm.weight, eps=norm.eps, implementation=self.implementation
+        )[1]
 
-    def _keys(
-        self,
-        positions: jax.Array,
-        requests: jax.Array,
-        earliest: jax.Array,
-        topk: jax.Array | None,
-        pages: Pages,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Keys float32[T, K, d] and bool[T, K]: window slots ascending, then compressed ones."""
-        window, page = self.config.sliding_window, page_size(self.config)
-        visible = window_positions(positions, earliest, window)
-        table = table_rows(pages.window_table, requests)
-        where = slot(table, visible, page)
-        keys, valid = unpack_window(gather(pages.window, where)), where >= 0
-        if topk is None:
-            return keys, valid
-        table = table_rows(pages.global_table, requests)
-        where = slot(table, topk, page // self.spec.ratio)
-        chosen = unpack_kv(gather(pages.kv, where))
-        return (
-            jnp.concatenate([keys, chosen], axis=1),
-            jnp.concatenate([valid, where >= 0], axis=1),
-        )
+    def _rotation(self, positions: jax.Array) -> Rotation:
+        return angles(positions, layer_frequencies(self.config, self.spec.ratio))

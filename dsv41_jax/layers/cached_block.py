@@ -1,6 +1,5 @@
 """Runs a block on a flat token batch: every row is written before any row reads."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,22 +10,11 @@ from dsv41_jax.layers.block import Block, LayerTrace, Pages, Stream, Written
 from dsv41_jax.shared_state import SharedState
 from dsv41_jax.slots import group_slots, table_rows
 from dsv41_jax.state import OpenGroup, StageState
-from pallas_kernels.packed_rows import PackedRows, scatter
+from pallas_kernels.packed_rows import PackedRows, gather
 from pallas_kernels.paging import slot
 from pallas_kernels.rowwise import map_rows
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """Packed rows of the group that each row of the batch would complete.
-
-    Attributes:
-      kv, index_k: PackedRows[T, ...].
-    """
-
-    kv: PackedRows
-    index_k: PackedRows
+Cached = dict[str, PackedRows]  # rows of a batch by the name of the cache they stand in
 
 
 def write_block(
@@ -36,7 +24,7 @@ def write_block(
     batch: TokenBatch,
     state: StageState,
     shared: SharedState,
-) -> tuple[Written, Groups | None, StageState, SharedState]:
+) -> tuple[Written, StageState, SharedState, Cached]:
     """First half of a layer over the whole batch: every row enters the caches.
 
     Args:
@@ -48,18 +36,19 @@ def write_block(
       shared: what earlier layers published in this step.
 
     Returns:
-      What the second half needs, the compressed rows if the layer makes any, the caches, and
-      the publications.
+      What the second half needs, the caches, the publications, and the rows written, by the
+      caches' names.
     """
     layer = block.spec.layer
     written = _write(block, params, stream, batch)
-    state = _store_window(block, written, batch, state)
-    groups = None
+    state, window = _store_window(block, params, written, batch, state)
+    cached = {"window": window}
     if block.spec.owns_kv:
         state, groups = _compress(block, params, written, batch, state)
+        cached |= groups
         shared = shared.publish("kv", layer, state.kv[layer])
         shared = shared.publish("index_k", layer, state.index_k[layer])
-    return written, groups, state, shared
+    return written, state, shared, cached
 
 
 def read_block(
@@ -97,22 +86,29 @@ def _write(block: Block, params: Any, stream: Stream, batch: TokenBatch) -> Writ
         return block.apply({"params": params}, *rows, method=Block.write)
 
     rows = (stream, batch.positions, batch.is_image, engram)
-    return map_rows(write, rows, batch.num_tokens, implementation="xla")
+    return map_rows(write, rows, batch.num_tokens, implementation=block.implementation)
 
 
 def _store_window(
-    block: Block, written: Written, batch: TokenBatch, state: StageState
-) -> StageState:
+    block: Block, params: Any, written: Written, batch: TokenBatch, state: StageState
+) -> tuple[StageState, PackedRows]:
+    layer = block.spec.layer
     table = table_rows(batch.window_pages, batch.requests)
     where = slot(table, batch.positions[:, None], page_size(block.config))[:, 0]
-    layer = block.spec.layer
-    rows = scatter(state.window[layer], where, written.window)
-    return _replace(state, "window", layer, rows)
+    rows = block.apply(
+        {"params": params},
+        state.window[layer],
+        where,
+        written,
+        batch.num_tokens,
+        method=Block.write_window,
+    )
+    return _replace(state, "window", layer, rows), gather(rows, where)
 
 
 def _compress(
     block: Block, params: Any, written: Written, batch: TokenBatch, state: StageState
-) -> tuple[StageState, Groups]:
+) -> tuple[StageState, Cached]:
     """Closes the groups that end in this batch and keeps the rest open."""
     spec, config = block.spec, block.config
     layer, ratio = spec.layer, spec.ratio
@@ -127,16 +123,24 @@ def _compress(
         )
         state = _replace(state, "open_group", layer, kept)
 
-    def compress(rows: tuple) -> tuple[PackedRows, PackedRows]:
+    def compress(rows: tuple) -> tuple:
         return block.apply({"params": params}, *rows, method=Block.compress)
 
-    first = batch.positions - (ratio - 1)
-    packed, index_k = map_rows(compress, (kv, score, first), batch.num_tokens, implementation="xla")
+    rows = (kv, score, batch.positions - (ratio - 1))
+    closed = map_rows(compress, rows, batch.num_tokens, implementation=block.implementation)
     table = table_rows(batch.global_pages, batch.requests)
     where = group_slots(table, batch.positions, ratio, page_size(config))
-    state = _replace(state, "kv", layer, scatter(state.kv[layer], where, packed))
-    state = _replace(state, "index_k", layer, scatter(state.index_k[layer], where, index_k))
-    return state, Groups(packed, index_k)
+    kv, index_k = block.apply(
+        {"params": params},
+        state.kv[layer],
+        state.index_k[layer],
+        where,
+        closed,
+        batch.num_tokens,
+        method=Block.write_groups,
+    )
+    state = _replace(_replace(state, "kv", layer, kv), "index_k", layer, index_k)
+    return state, {"kv": gather(kv, where), "index_k": gather(index_k, where)}
 
 
 def _whole_groups(
@@ -207,7 +211,7 @@ def _read(
         topk,
         candidates,
     )
-    return map_rows(read, rows, batch.num_tokens, implementation="xla")
+    return map_rows(read, rows, batch.num_tokens, implementation=block.implementation)
 
 
 def _replace(state: StageState, field: str, layer: int, value: Any) -> StageState:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layers.linear import Linear, RMSNorm
 from pallas_kernels import numerics
+from pallas_kernels.dispatch import Implementation
 
 
 class Compressor(nn.Module):
@@ -17,13 +18,15 @@ class Compressor(nn.Module):
 
     config: ModelConfig
     ratio: int
+    implementation: Implementation
 
     def setup(self) -> None:
         """Declares the parts."""
-        self.wkv = Linear(self.config.head_dim)
+        size = self.config.head_dim
+        self.wkv = Linear(size, self.implementation)
         if self.ratio > 1:
-            self.wgate = Linear(self.config.head_dim)
-        self.norm = RMSNorm(self.config.rms_norm_eps)
+            self.wgate = Linear(size, self.implementation)
+        self.norm = RMSNorm(size, self.config.rms_norm_eps, self.implementation)
 
     def project(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """KV and score of each token, float32[T, d] both; without a gate the score is 0."""
@@ -31,9 +34,9 @@ class Compressor(nn.Module):
         return kv, self.wgate(h) if self.ratio > 1 else jnp.zeros_like(kv)
 
     def pool(self, kv: jax.Array, score: jax.Array) -> jax.Array:
-        """Latents before rope, bf16[T, d], of whole groups float32[T, m, d]."""
+        """Latents before norm and rope, bf16[T, d], of whole groups float32[T, m, d]."""
         if self.ratio > 1:
             kv = jnp.sum(kv * numerics.softmax(score, axis=1), axis=1)
         else:
             kv = kv[:, 0]
-        return self.norm(kv.astype(jnp.bfloat16))
+        return kv.astype(jnp.bfloat16)

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 
 from dsv41_jax.axes import TENSOR, Partition
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.layers.linear import matmul, sum_devices
+from dsv41_jax.layers.linear import sum_devices
+from pallas_kernels import dense_matmul
+from pallas_kernels.dispatch import Implementation
 
 
 class Embedding(nn.Module):
@@ -39,6 +41,7 @@ class Head(nn.Module):
 
     config: ModelConfig
     partition: Partition
+    implementation: Implementation
 
     @nn.compact
     def __call__(self, normed: jax.Array) -> jax.Array:
@@ -50,7 +53,7 @@ class Head(nn.Module):
             (config.vocab_size // devices, config.hidden_size),
             jnp.bfloat16,
         )
-        logits = matmul(normed, weight)
+        logits = dense_matmul.dense_matmul(normed, weight, implementation=self.implementation)
         if devices > 1:
             logits = jax.lax.all_gather(logits, TENSOR, axis=1, tiled=True)
         return logits

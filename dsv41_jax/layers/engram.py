@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layers.linear import QuantizedLinear
 from pallas_kernels import numerics
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.packed_rows import PackedRows, unpack_window
 
 
@@ -17,6 +18,7 @@ class Engram(nn.Module):
     """
 
     config: ModelConfig
+    implementation: Implementation
 
     @nn.compact
     def __call__(self, x: jax.Array, rows: PackedRows, is_image: jax.Array) -> jax.Array:
@@ -32,7 +34,8 @@ class Engram(nn.Module):
         q_weight = self.param("q_weight", ones, (copies, hidden), jnp.bfloat16)
         k_weight = self.param("k_weight", ones, (copies, hidden), jnp.bfloat16)
         looked_up = unpack_window(rows).astype(jnp.bfloat16).reshape(x.shape[0], -1)
-        kv = QuantizedLinear((copies + 1) * hidden, name="wkv")(looked_up)
+        wkv = QuantizedLinear((copies + 1) * hidden, self.implementation, name="wkv")
+        kv = wkv(looked_up)
         kv = kv.astype(jnp.float32).reshape(-1, copies + 1, hidden)
         key, value = kv[:, :copies], kv[:, copies:]
 

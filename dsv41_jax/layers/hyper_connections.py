@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
 from pallas_kernels import hyper_connections
+from pallas_kernels.dispatch import Implementation
 
 MixParams = tuple[jax.Array, jax.Array, jax.Array]
 Mixes = tuple[jax.Array, jax.Array, jax.Array]
@@ -23,7 +24,9 @@ def mix_params(module: nn.Module, prefix: str, config: ModelConfig) -> MixParams
     )
 
 
-def mixes(params: MixParams, config: ModelConfig, x: jax.Array) -> Mixes:
+def mixes(
+    params: MixParams, config: ModelConfig, x: jax.Array, implementation: Implementation
+) -> Mixes:
     """pre float32[T, C], post float32[T, C] and comb float32[T, C, C] of bf16[T, C, D]."""
     return hyper_connections.mixes(
         x,
@@ -31,5 +34,5 @@ def mixes(params: MixParams, config: ModelConfig, x: jax.Array) -> Mixes:
         sinkhorn_iters=config.hc_sinkhorn_iters,
         hc_eps=config.hc_eps,
         norm_eps=config.rms_norm_eps,
-        implementation="xla",
+        implementation=implementation,
     )

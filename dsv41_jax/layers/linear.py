@@ -5,26 +5,30 @@ import jax
 import jax.numpy as jnp
 
 from dsv41_jax.axes import TENSOR
-from pallas_kernels import numerics, scaled_matmul
+from pallas_kernels import dense_matmul, rms_norm, scaled_matmul
+from pallas_kernels.dispatch import Implementation
 
 
 class RMSNorm(nn.Module):
-    """weight * x / rms(x) in float32, back to the input's dtype.
+    """weight * x / rms(x) in float32, rounded once to bf16.
 
     Attributes:
+      size: channels.
       eps: added to the mean square.
+      implementation: of the operation.
     """
 
+    size: int
     eps: float
+    implementation: Implementation
 
-    @nn.compact
+    def setup(self) -> None:
+        """Declares the weight, which fused operations take from here."""
+        self.weight = self.param("weight", nn.initializers.ones, (self.size,), jnp.bfloat16)
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes the last axis of bf16[..., D]."""
-        weight = self.param("weight", nn.initializers.ones, x.shape[-1:], jnp.bfloat16)
-        wide = x.astype(jnp.float32)
-        normed = wide * numerics.rsqrt(numerics.mean(jnp.square(wide)) + self.eps)
-        scale = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-        return (scale * normed).astype(x.dtype)
+        """Normalizes bf16[T, size]."""
+        return rms_norm.rms_norm(x, self.weight, eps=self.eps, implementation=self.implementation)
 
 
 class Linear(nn.Module):
@@ -32,22 +36,18 @@ class Linear(nn.Module):
 
     Attributes:
       features: outputs held here.
-      axes: mesh axis that splits outputs and inputs, or None.
+      implementation: of the product.
     """
 
     features: int
-    axes: tuple[str | None, str | None] = (None, None)
+    implementation: Implementation
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """float32[T, features] of bf16[T, K], not rounded yet."""
-        weight = self.param(
-            "weight",
-            nn.with_partitioning(nn.initializers.zeros, self.axes),
-            (self.features, x.shape[-1]),
-            jnp.bfloat16,
-        )
-        return matmul(x, weight)
+        shape = (self.features, x.shape[-1])
+        weight = self.param("weight", nn.initializers.zeros, shape, jnp.bfloat16)
+        return dense_matmul.dense_matmul(x, weight, implementation=self.implementation)
 
 
 class QuantizedLinear(nn.Module):
@@ -55,11 +55,13 @@ class QuantizedLinear(nn.Module):
 
     Attributes:
       features: outputs held here.
+      implementation: of the product.
       axes: mesh axis that splits outputs and inputs, or None.
       devices: how many devices split the inputs; their partial results are summed.
     """
 
     features: int
+    implementation: Implementation
     axes: tuple[str | None, str | None] = (None, None)
     devices: int = 1
 
@@ -67,7 +69,7 @@ class QuantizedLinear(nn.Module):
     def product(self, x: jax.Array) -> jax.Array:
         """float32[T, features] of bf16[T, K]: this device's share, not rounded."""
         weight, scale = fp8_params(self, self.features, x.shape[-1], self.axes)
-        return scaled_matmul.scaled_matmul(x, weight, scale)
+        return scaled_matmul.scaled_matmul(x, weight, scale, implementation=self.implementation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """bf16[T, features] of bf16[T, K]."""
@@ -82,20 +84,6 @@ def fp8_params(
     weight = module.param("weight", init, (features, inputs), jnp.float8_e4m3fn)
     blocks = (-(-features // 32), -(-inputs // 32))
     return weight, module.param("scale", init, blocks, jnp.uint8)
-
-
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """float32[..., N] of x[..., K] @ weight[N, K].T in full float32 precision.
-
-    On bf16 arguments the products are exact, so this is a bf16 matmul that accumulates in
-    float32.
-    """
-    return jnp.einsum(
-        "...k,nk->...n",
-        x.astype(jnp.float32),
-        weight.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-    )
 
 
 def sum_devices(x: jax.Array, devices: int) -> jax.Array:

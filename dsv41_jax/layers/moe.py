@@ -6,8 +6,9 @@ import jax.numpy as jnp
 
 from dsv41_jax.axes import EXPERT_AXES, TENSOR, Partition
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.layers.linear import QuantizedLinear, matmul, sum_devices
-from pallas_kernels import grouped_matmul, numerics
+from dsv41_jax.layers.linear import QuantizedLinear, sum_devices
+from pallas_kernels import dense_matmul, grouped_matmul, numerics
+from pallas_kernels.dispatch import Implementation
 
 
 class Gate(nn.Module):
@@ -17,6 +18,7 @@ class Gate(nn.Module):
     """
 
     config: ModelConfig
+    implementation: Implementation
 
     @nn.compact
     def __call__(self, x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -31,7 +33,8 @@ class Gate(nn.Module):
         weight = self.param("weight", zeros, (count, x.shape[-1]), jnp.bfloat16)
         bias = self.param("bias", zeros, (count,), jnp.float32)
         bias_vl = self.param("bias_vl", zeros, (count,), jnp.float32)
-        return route(matmul(x, weight), bias, bias_vl, is_image, config=config)
+        logits = dense_matmul.dense_matmul(x, weight, implementation=self.implementation)
+        return route(logits, bias, bias_vl, is_image, config=config)
 
 
 def route(
@@ -74,6 +77,7 @@ class Experts(nn.Module):
 
     config: ModelConfig
     partition: Partition
+    implementation: Implementation
 
     @nn.compact
     def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
@@ -92,7 +96,15 @@ class Experts(nn.Module):
         if by_expert:
             experts = experts - jax.lax.axis_index(EXPERT_AXES) * count
         return grouped_matmul.expert_mlp(
-            x, experts, weights, w1, w2, w3, limit=config.swiglu_limit, partial=split > 1
+            x,
+            experts,
+            weights,
+            w1,
+            w2,
+            w3,
+            limit=config.swiglu_limit,
+            partial=split > 1,
+            implementation=self.implementation,
         )
 
 
@@ -101,16 +113,17 @@ class SharedExpert(nn.Module):
 
     config: ModelConfig
     partition: Partition
+    implementation: Implementation
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """float32[T, D] of bf16[T, D]: this device's share, not rounded."""
-        config, tensor = self.config, self.partition.tensor
+        config, tensor, how = self.config, self.partition.tensor, self.implementation
         inner = config.n_shared_experts * config.moe_intermediate_size // tensor
-        gate = QuantizedLinear(inner, (TENSOR, None), name="w1")(x).astype(jnp.float32)
-        up = QuantizedLinear(inner, (TENSOR, None), name="w3")(x).astype(jnp.float32)
+        gate = QuantizedLinear(inner, how, (TENSOR, None), name="w1")(x).astype(jnp.float32)
+        up = QuantizedLinear(inner, how, (TENSOR, None), name="w3")(x).astype(jnp.float32)
         hidden = grouped_matmul.swiglu(gate, up, config.swiglu_limit).astype(jnp.bfloat16)
-        return QuantizedLinear(config.hidden_size, (None, TENSOR), name="w2").product(hidden)
+        return QuantizedLinear(config.hidden_size, how, (None, TENSOR), name="w2").product(hidden)
 
 
 class MoE(nn.Module):
@@ -118,17 +131,25 @@ class MoE(nn.Module):
 
     config: ModelConfig
     partition: Partition
+    implementation: Implementation
 
     def setup(self) -> None:
         """Declares the parts."""
-        self.gate = Gate(self.config)
-        self.experts = Experts(self.config, self.partition)
-        self.shared_experts = SharedExpert(self.config, self.partition)
+        config, partition, how = self.config, self.partition, self.implementation
+        self.gate = Gate(config, how)
+        self.experts = Experts(config, partition, how)
+        self.shared_experts = SharedExpert(config, partition, how)
 
-    def __call__(self, x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """bf16[T, D] of bf16[T, D], with the experts and weights that were chosen."""
+    def __call__(
+        self, x: jax.Array, is_image: jax.Array, is_real: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """bf16[T, D] of bf16[T, D], with the experts and weights that were chosen.
+
+        Padding rows, where bool[T] `is_real` is False, visit no routed expert.
+        """
         experts, weights = self.gate(x, is_image)
-        routed, shared = self.experts(x, experts, weights), self.shared_experts(x)
+        visited = jnp.where(is_real[:, None], experts, -1)
+        routed, shared = self.experts(x, visited, weights), self.shared_experts(x)
         return sum_experts(routed, shared, self.partition), experts, weights
 
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41_jax.config import ModelConfig, YarnConfig
-from pallas_kernels.rope import turn
 
 
 def frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
@@ -34,20 +33,7 @@ def layer_frequencies(config: ModelConfig, ratio: int) -> np.ndarray:
     return frequencies(config.qk_rope_head_dim, config.rope_theta, None)
 
 
-def rotate(
-    x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse: bool = False
-) -> jax.Array:
-    """Rotates the last 2 * len(freqs) channels of each head.
-
-    Args:
-      x: bf16[T, D] or bf16[T, H, D].
-      positions: int32[T].
-      freqs: float32[r / 2].
-      inverse: rotates back, by the conjugate.
-
-    Returns:
-      Like `x`, rounded once.
-    """
-    angles = positions.astype(jnp.float32)[:, None] * freqs[None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return turn(x, cos, -sin if inverse else sin)
+def angles(positions: jax.Array, freqs: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32[T, r / 2], of int32[T] positions."""
+    radians = positions.astype(jnp.float32)[:, None] * freqs[None]
+    return jnp.cos(radians), jnp.sin(radians)

@@ -6,14 +6,16 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from dsv41_jax.checkpoint import CheckpointError
 from dsv41_jax.config import ConfigError
 from dsv41_jax.verify.cases import CASES, IN_DIRECTORY, recorded_cases, run_cases
 from dsv41_jax.verify.report import show
 from dsv41_jax.verify.vectors import Directory, VectorError
+from pallas_kernels.dispatch import IMPLEMENTATIONS
 
 FINE, FELL_SHORT, REFUSED = 0, 1, 3
-IMPLEMENTATIONS = ("xla", "pallas_interpret", "pallas")
 
 
 def _cases(text: str) -> list[str]:
@@ -50,10 +52,10 @@ def _say(text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 if all is within tolerance, 1 if not, 3 if it cannot run."""
     options = _parser().parse_args(arguments)
-    if options.implementation != "xla":
+    if options.implementation == "pallas" and jax.default_backend() != "gpu":
         _say(
-            f"--implementation {options.implementation} is refused: there are no Pallas kernels "
-            "yet; use xla"
+            f"--implementation pallas needs a GPU, and JAX runs on {jax.default_backend()}; use "
+            "pallas_interpret to run the kernels here"
         )
         return REFUSED
     directory = Directory(options.directory, progress=not options.json)
@@ -61,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.directory.is_dir():
             raise VectorError(f"{options.directory} is not a directory")
         cases = options.only or recorded_cases(directory)
-        ok = show(run_cases(directory, cases, options.tier, _say), as_json=options.json)
+        ok = show(
+            run_cases(directory, cases, options.tier, options.implementation, _say),
+            as_json=options.json,
+        )
     except (VectorError, ConfigError, CheckpointError) as error:
         _say(str(error))
         return REFUSED

@@ -11,6 +11,7 @@ from dsv41_jax.verify.measure import Measure, uncompared
 from dsv41_jax.verify.ops import check_ops, unchecked_ops
 from dsv41_jax.verify.tolerances import Tier
 from dsv41_jax.verify.vectors import Directory, VectorError
+from pallas_kernels.dispatch import Implementation
 
 IN_DIRECTORY = (
     *("ops", "engram", "layers", "multi", "text", "short", "greedy"),
@@ -40,7 +41,11 @@ def recorded_cases(directory: Directory) -> list[str]:
 
 
 def run_cases(
-    directory: Directory, cases: Sequence[str], tier: Tier, say: Callable[[str], None]
+    directory: Directory,
+    cases: Sequence[str],
+    tier: Tier,
+    implementation: Implementation,
+    say: Callable[[str], None],
 ) -> Iterator[Measure]:
     """Measures of some cases, in the order given.
 
@@ -48,6 +53,7 @@ def run_cases(
       directory: checkpoint and vectors.
       cases: names out of `CASES`.
       tier: which limits hold for the layers.
+      implementation: of the model's operations.
       say: is told what is going on; a step takes a while to compile.
 
     Raises:
@@ -63,11 +69,17 @@ def run_cases(
     def forward() -> Forward:
         say("layers: compiling the step, which may take a minute")
         positions = max(_longest(directory, case) for case in cases if case in _MODEL_CASES)
-        return Forward(directory.config, directory.params, directory.engram, positions=positions)
+        return Forward(
+            directory.config,
+            directory.params,
+            directory.engram,
+            positions=positions,
+            implementation=implementation,
+        )
 
     for case in cases:
         say(f"{case}: running")
-        measures = list(_run(case, directory, tier, forward, say))
+        measures = list(_run(case, directory, tier, implementation, forward, say))
         if not measures:
             measures = [uncompared(case, "arrays", "the file holds nothing to compare")]
         yield from measures
@@ -77,6 +89,7 @@ def _run(
     case: str,
     directory: Directory,
     tier: Tier,
+    implementation: Implementation,
     forward: Callable[[], Forward],
     say: Callable[[str], None],
 ) -> Iterator[Measure]:
@@ -90,7 +103,7 @@ def _run(
         vectors = directory.vectors("ops")
         if unchecked := unchecked_ops(vectors):
             say(f"ops: left out, of parts the model does not have yet: {', '.join(unchecked)}")
-        yield from check_ops(directory.config, vectors)
+        yield from check_ops(directory.config, vectors, implementation)
     elif case == "layers":
         yield from check_layers(forward(), directory.vectors(case), tier)
     elif case == "multi":

@@ -17,6 +17,7 @@ from dsv41_jax.layers.block import LayerTrace, Stream
 from dsv41_jax.model import HeadResult, Params, Stage, StageResult
 from dsv41_jax.shared_state import SharedState
 from dsv41_jax.state import StageState, init_state
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.packed_rows import PackedRows, unpack_index, unpack_kv, unpack_window
 
 CHUNK = 64  # rows of the compiled program; longer prompts take several steps
@@ -138,6 +139,7 @@ class Forward:
         engram: EngramTables | None,
         *,
         positions: int,
+        implementation: Implementation,
         layers: range | None = None,
     ) -> None:
         """Prepares the program; it is compiled by the first step.
@@ -147,11 +149,13 @@ class Forward:
           params: its parameters.
           engram: host tables, or None if it has none.
           positions: longest sequence that will run.
+          implementation: of the operations.
           layers: backbone layers to run, all if None; the streams that enter the first must
             be recorded unless it is layer 0, and the sources of all must be among them.
         """
         self.config = config
         self.layers = layers or range(config.num_hidden_layers)
+        self._stage = Stage(config, self.layers, implementation=implementation)
         self._params = params
         self.engram = engram
         self._pages = -(-positions // page_size(config))
@@ -166,7 +170,7 @@ class Forward:
         given: jax.Array,
     ) -> tuple[dict[int, dict[str, jax.Array]], dict[str, jax.Array], StageState]:
         layers, head, result = trace_layers(
-            Stage(self.config, self.layers),
+            self._stage,
             params,
             state,
             batch,

@@ -46,6 +46,7 @@ from pallas_kernels import (
     scaled_matmul,
     sparse_attention,
 )
+from pallas_kernels.dispatch import Implementation
 
 CASE = "ops"
 Found = Iterator[tuple[str, Rows, Limits]]  # quantity, comparison, limits
@@ -54,10 +55,11 @@ Check = Callable[[ModelConfig, "Op"], Found]
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """The arrays of one recorded operation, by the last parts of their names."""
+    """One recorded operation: its arrays by the last parts of their names, and who runs it."""
 
     name: str
     arrays: Mapping[str, np.ndarray]
+    implementation: Implementation
 
     def __getitem__(self, part: str) -> np.ndarray:
         return self.arrays[f"{self.name}.{part}"]
@@ -123,7 +125,11 @@ def _gemm(op: Op, y: jax.Array) -> Found:
 
 def _fp8_gemm(config: ModelConfig, op: Op) -> Found:
     weight, scale = _e4m3(op["w_bits"]), op["w_scale_bits"]
-    yield from _gemm(op, compiled(scaled_matmul.scaled_matmul)(op.bf16("x"), weight, scale))
+
+    def multiply(*arguments: jax.Array) -> jax.Array:
+        return scaled_matmul.scaled_matmul(*arguments, implementation=op.implementation)
+
+    yield from _gemm(op, compiled(multiply)(op.bf16("x"), weight, scale))
 
 
 def _fp4_gemm(config: ModelConfig, op: Op) -> Found:
@@ -184,7 +190,7 @@ def _hc_block(config: ModelConfig, op: Op) -> Found:
             sinkhorn_iters=config.hc_sinkhorn_iters,
             hc_eps=config.hc_eps,
             norm_eps=config.rms_norm_eps,
-            implementation="xla",
+            implementation=op.implementation,
         )
 
     x, y = op["x"], op["sublayer_out"]
@@ -198,7 +204,7 @@ def _hc_block(config: ModelConfig, op: Op) -> Found:
     found = {
         "hc_pre": compiled(hyper_connections.collapse)(x, flat["pre"]),
         "hc_post": compiled(hyper_connections.expand, static_argnames="implementation")(
-            x, y, flat["post"], flat["comb"], implementation="xla"
+            x, y, flat["post"], flat["comb"], implementation=op.implementation
         ),
     }
     found = {part: np.asarray(array).reshape(op[part].shape) for part, array in found.items()}
@@ -212,7 +218,11 @@ def _candidate_blocks(config: ModelConfig, op: Op) -> Found:
         last = logits.shape[1] - 1 - np.argmax(visible[:, ::-1], axis=1)
         newest = np.where(visible.any(axis=1), last, -1).astype(np.int32)
         blocks = index_topk.select_candidate_blocks(
-            jnp.asarray(logits), newest, block_size=size, topk_blocks=int(op["topk_blocks"])
+            jnp.asarray(logits),
+            newest,
+            block_size=size,
+            topk_blocks=int(op["topk_blocks"]),
+            implementation=op.implementation,
         )
         outputs.append(np.repeat(np.asarray(blocks), size, axis=1)[:, : logits.shape[1]])
     yield from op.compare(compare_exact, EXACT, {"out": np.stack(outputs)})
@@ -220,7 +230,9 @@ def _candidate_blocks(config: ModelConfig, op: Op) -> Found:
 
 def _rmsnorm(config: ModelConfig, op: Op) -> Found:
     params = {"params": {"weight": op.bf16("weight")}}
-    y = compiled(RMSNorm(config.rms_norm_eps).apply)(params, op.bf16("x"))
+    x = op.bf16("x")
+    norm = RMSNorm(x.shape[-1], config.rms_norm_eps, op.implementation)
+    y = compiled(norm.apply)(params, x.reshape(-1, x.shape[-1])).reshape(x.shape)
     yield from op.compare(compare_bf16, BF16, {"y": y})
 
 
@@ -245,15 +257,18 @@ def _compressor(config: ModelConfig, op: Op) -> Found:
     ratio = int(op.name.rsplit("r", 1)[1])
     x = op["x"][0]
     sized = dataclasses.replace(config, head_dim=op["wkv"].shape[0])
-    module = Compressor(sized, ratio)
+    module = Compressor(sized, ratio, op.implementation)
     names = ("wkv", "norm", "wgate") if ratio > 1 else ("wkv", "norm")
     params = {"params": {name: {"weight": op.bf16(name)} for name in names}}
+
+    def pool_and_norm(module: Compressor, kv: jax.Array, score: jax.Array) -> jax.Array:
+        return module.norm(module.pool(kv, score))
 
     def project(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return module.apply(params, x, method=Compressor.project)
 
     def pool(kv: jax.Array, score: jax.Array) -> jax.Array:
-        return module.apply(params, kv, score, method=Compressor.pool)
+        return module.apply(params, kv, score, method=pool_and_norm)
 
     kv, score = (np.asarray(a) for a in compiled(project)(_bf16(x)))
     groups = len(x) // ratio
@@ -278,7 +293,7 @@ def _gate(config: ModelConfig, op: Op) -> Found:
     chosen = op["text.ids"].shape[1]
     sized = dataclasses.replace(config, n_routed_experts=experts, num_experts_per_tok=chosen)
     params = {"weight": op.bf16("weight"), "bias": op["bias"], "bias_vl": op["bias_vl"]}
-    run = compiled(Gate(sized).apply)
+    run = compiled(Gate(sized, op.implementation).apply)
     for mode in ("text", "vl"):
         image = op["image_mask"] & (mode == "vl")
         ids, weights = run({"params": params}, op.bf16("x"), image)
@@ -298,7 +313,9 @@ def _expert_fp4(config: ModelConfig, op: Op) -> Found:
 
         def mlp(x: jax.Array, weights: jax.Array, bound: float = bound) -> jax.Array:
             first = jnp.zeros((rows, 1), jnp.int32)
-            return grouped_matmul.expert_mlp(x, first, weights, *packed, limit=bound)
+            return grouped_matmul.expert_mlp(
+                x, first, weights, *packed, limit=bound, implementation=op.implementation
+            )
 
         y = compiled(mlp)(op.bf16("x"), weights)
         yield from op.compare(compare_rows, EXPERT_MLP, {part: y})
@@ -319,7 +336,8 @@ def _expert_fp8(config: ModelConfig, op: Op) -> Found:
             n_shared_experts=1,
             swiglu_limit=bound,
         )
-        y = compiled(SharedExpert(sized, WHOLE).apply)({"params": params}, op.bf16("x"))
+        expert = SharedExpert(sized, WHOLE, op.implementation)
+        y = compiled(expert.apply)({"params": params}, op.bf16("x"))
         yield from op.compare(compare_rows, EXPERT_MLP, {part: y})
 
 
@@ -371,12 +389,15 @@ def unchecked_ops(vectors: Vectors) -> list[str]:
     return sorted({_key(array) for array in vectors} - set(_CHECKS))
 
 
-def check_ops(config: ModelConfig, vectors: Vectors, only: str = "") -> Iterator[Measure]:
+def check_ops(
+    config: ModelConfig, vectors: Vectors, implementation: Implementation, only: str = ""
+) -> Iterator[Measure]:
     """Measures of every recorded operation.
 
     Args:
       config: of the directory.
       vectors: arrays of `golden_ops.npz`.
+      implementation: of the operations.
       only: names start with this.
 
     Raises:
@@ -385,7 +406,7 @@ def check_ops(config: ModelConfig, vectors: Vectors, only: str = "") -> Iterator
     compared = False
     for name, check in _instances(vectors).items():
         if name.startswith(only):
-            for quantity, rows, limits in check(config, Op(name, vectors)):
+            for quantity, rows, limits in check(config, Op(name, vectors, implementation)):
                 compared = True
                 yield from judge(CASE, None, quantity, {None: rows}, limits)
     if not compared:

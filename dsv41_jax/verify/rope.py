@@ -9,7 +9,7 @@ import numpy as np
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.hf_config import RELEASED, load_config
-from dsv41_jax.layers.rotary import layer_frequencies, rotate
+from dsv41_jax.layers.rotary import angles, layer_frequencies
 from dsv41_jax.verify.forward import compiled
 from dsv41_jax.verify.measure import Rows, compare_absolute, compare_bf16
 from dsv41_jax.verify.tolerances import BF16, ROPE_FAR, ROPE_NEAR, ROPE_STORED, Limits
@@ -76,7 +76,7 @@ def _table(positions: np.ndarray, freqs: np.ndarray) -> tuple[np.ndarray, np.nda
 
     def turned(positions: jax.Array) -> jax.Array:
         x = jnp.broadcast_to(units[None], (len(positions), len(units)))
-        return rotate(x, positions, freqs)
+        return turn(x, *angles(positions, freqs))
 
     pairs = np.asarray(compiled(turned)(positions)).reshape(len(positions), -1, 2)
     return pairs[..., 0], pairs[..., 1]

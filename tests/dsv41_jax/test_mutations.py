@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv41_jax import engram_hash, model
-from dsv41_jax.layers import attention, block, cached_block, compressor, indexer, moe, rotary
+from dsv41_jax.layers import block, cached_block, compressor, indexer, moe, rotary
 from dsv41_jax.verify import engram as verify_engram
 from dsv41_jax.verify import forward as verify_forward
 from dsv41_jax.verify import ops as verify_ops
@@ -26,10 +26,12 @@ from pallas_kernels import (
     grouped_matmul,
     hyper_connections,
     index_topk,
+    kv_write,
     numerics,
     sparse_attention,
 )
-from pallas_kernels.packed_rows import pack_kv, pack_window, unpack_window
+from pallas_kernels.packed_rows import pack_window, unpack_window
+from pallas_kernels.rope import turn
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # tiny_a: 0 window only, 1 with an Engram, 2 compresses by 2, 5 selects the candidates,
@@ -65,7 +67,7 @@ def directory():
 
 
 def run_ops(directory, op):
-    return list(check_ops(directory.config, directory.vectors("ops"), only=op))
+    return list(check_ops(directory.config, directory.vectors("ops"), "xla", only=op))
 
 
 def run_layers(directory, layers, config=None):
@@ -74,6 +76,7 @@ def run_layers(directory, layers, config=None):
         directory.params,
         directory.engram,
         positions=48,
+        implementation="xla",
         layers=layers,
     )
     return list(check_layers(forward, directory.vectors("layers"), "strict"))
@@ -222,12 +225,10 @@ class apply:
 
 
 def other_frequencies(change):
-    """The attention's frequencies; the indexer keeps its own."""
-
     def frequencies(config, ratio):
         return rotary.layer_frequencies(config, change(ratio))
 
-    return patches((attention, "layer_frequencies", frequencies))
+    return patches((block, "layer_frequencies", frequencies))
 
 
 def per_head_norm(original=sparse_attention.sparse_attention_reference):
@@ -242,18 +243,17 @@ def per_head_norm(original=sparse_attention.sparse_attention_reference):
 def pre_of_the_same_sublayer(original=block.Block.write):
     def write(self, stream, positions, is_image, engram):
         written = original(self, stream, positions, is_image, engram)
-        attn_in = self.attn_norm(hyper_connections.collapse(written.x, written.attn[0]))
+        attn_in = self._collapse(written.x, written.attn[0], self.attn_norm)
         return dataclasses.replace(written, attn_in=attn_in)
 
     return patches((block.Block, "write", write))
 
 
-def quantized_before_rope():
-    def window_rows(self, h, positions):
-        kv = unpack_window(pack_window(self.kv_norm(self.wkv(h)))).astype(jnp.bfloat16)
-        return pack_window(rotary.rotate(kv, positions, self.freqs))
+def quantized_before_rope(original=kv_write.turn):
+    def turn(x, cos, sin):
+        return original(unpack_window(pack_window(x)).astype(jnp.bfloat16), cos, sin)
 
-    return patches((attention.Attention, "window_rows", window_rows))
+    return patches((kv_write, "turn", turn))
 
 
 def window_without_the_token_itself(original=block.window_positions):
@@ -264,19 +264,20 @@ def window_without_the_token_itself(original=block.window_positions):
     return patches((block, "window_positions", before))
 
 
-def latent_at_its_last_token(original=attention.Attention.compressed_rows):
-    def rows(self, kv, score, positions):
+def latent_at_its_last_token(original=block.Block.compress):
+    def compress(self, kv, score, positions):
         return original(self, kv, score, positions + kv.shape[1] - 1)
 
-    return patches((attention.Attention, "compressed_rows", rows))
+    return patches((block.Block, "compress", compress))
 
 
-def index_key_of_the_rotated_latent():
-    def rows(self, kv, score, positions):
-        latents = rotary.rotate(self.compressor.pool(kv, score), positions, self.freqs)
-        return pack_kv(latents), self.indexer.keys(latents, positions)
+def index_key_of_the_rotated_latent(original=block.Block.compress):
+    def compress(self, kv, score, positions):
+        latents, _, rotation = original(self, kv, score, positions)
+        rotated = turn(self.attn.compressor.norm(latents), *rotation)
+        return latents, self.attn.indexer.project(rotated), rotation
 
-    return patches((attention.Attention, "compressed_rows", rows))
+    return patches((block.Block, "compress", compress))
 
 
 def invisible_positions_chosen(original=indexer.Indexer.select):
@@ -318,17 +319,15 @@ def gate_without_sign():
 
 
 def mean_of_the_copies():
-    def mean(x, pre):
-        return jnp.mean(x.astype(jnp.float32), axis=1).astype(jnp.bfloat16)
+    def mean(x, pre, weight, **options):
+        equal = jnp.full_like(pre, 1 / pre.shape[1])
+        return hyper_connections.collapse_norm(x, equal, weight, **options)
 
-    return patches((model, "hyper_connections", types.SimpleNamespace(collapse=mean)))
+    return patches((model, "hyper_connections", types.SimpleNamespace(collapse_norm=mean)))
 
 
-def unrotated_output(original=attention.rotate):
-    def rotate(x, positions, freqs, *, inverse=False):
-        return x if inverse else original(x, positions, freqs)
-
-    return patches((attention, "rotate", rotate))
+def unrotated_output():
+    return patches((sparse_attention, "turn", lambda x, cos, sin: x))
 
 
 LAYERS = [

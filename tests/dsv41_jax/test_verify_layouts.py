@@ -88,7 +88,9 @@ def directory(tmp_path_factory):
     shutil.copy(GOLDEN / "tiny_a" / "tokenizer.json", path / "tokenizer.json")
     directory = Directory(path, progress=False)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, TOTAL)
-    run = Forward(config, directory.params, None, positions=TOTAL).run(ids, PROMPT)
+    run = Forward(config, directory.params, None, positions=TOTAL, implementation="xla").run(
+        ids, PROMPT
+    )
     arrays = {"input_ids": ids, "prefill_len": PROMPT, **recorded(config, run)}
     np.savez(path / "golden_layers.npz", **arrays)
     np.savez(path / "golden_text.npz", **{k: v for k, v in arrays.items() if ".L" not in k})
@@ -98,7 +100,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measures(directory):
-    found = run_cases(directory, ["layers", "text"], "strict", lambda text: None)
+    found = run_cases(directory, ["layers", "text"], "strict", "xla", lambda text: None)
     return {(m.case, m.phase, m.quantity): m for m in found if m.layer is None}
 
 
@@ -119,4 +121,4 @@ def test_what_is_recorded_is_what_is_compared(measures):
 
 def test_prompts_without_logits_are_named(directory):
     with pytest.raises(VectorError, match="logits of 0 prompts are recorded, but 1 ids"):
-        list(run_cases(directory, ["multi"], "strict", lambda text: None))
+        list(run_cases(directory, ["multi"], "strict", "xla", lambda text: None))

@@ -30,7 +30,7 @@ TOPK = {"prefill": 0.998, "decode": 0.995}
 def measures(request):
     """Pooled measures by case, phase and quantity."""
     directory = Directory(GOLDEN / request.param, progress=False)
-    found = run_cases(directory, CASES, "strict", lambda text: None)
+    found = run_cases(directory, CASES, "strict", "xla", lambda text: None)
     return {(m.case, m.phase, m.quantity): m for m in found if m.layer is None}
 
 
@@ -90,6 +90,6 @@ def test_greedy_tokens_with_a_clear_margin_are_the_same(measures):
 
 def test_real_vocabulary_is_hashed_exactly():
     directory = Directory(GOLDEN, progress=False)
-    found = list(run_cases(directory, ["real_engram"], "strict", lambda text: None))
+    found = list(run_cases(directory, ["real_engram"], "strict", "xla", lambda text: None))
     assert {m.quantity for m in found} >= {"primes", "multipliers", "num_embeddings", "image.hash"}
     assert all(m.ok and m.figures["equal"] == 1 for m in found)

@@ -16,7 +16,7 @@ BF16 = ("sparse_attn.", "rmsnorm.", "rope.apply.", "hc_block.hc_", "compressor.r
 @pytest.fixture(scope="module", params=["tiny_a", "tiny_b"])
 def measures(request):
     directory = Directory(GOLDEN / request.param)
-    found = check_ops(directory.config, directory.vectors("ops"))
+    found = check_ops(directory.config, directory.vectors("ops"), "xla")
     return {m.quantity: m for m in found}
 
 
@@ -72,6 +72,6 @@ def test_operations_without_a_check_belong_to_the_draft_and_to_vision(name):
 
 def test_file_without_operations_falls_short():
     directory = Directory(GOLDEN / "tiny_a")
-    (measure,) = check_ops(directory.config, {"other": np.zeros(1)})
+    (measure,) = check_ops(directory.config, {"other": np.zeros(1)}, "xla")
     assert not measure.ok
     assert measure.note == "no operation is recorded"

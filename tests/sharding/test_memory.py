@@ -97,8 +97,8 @@ def parameter_bytes(config, stage, partition):
         ids = jnp.zeros((16,), jnp.int32)
         total += abstract_bytes(lambda key: Embedding(config, partition).init(key, ids))
     if stage.head:
-        total += abstract_bytes(lambda key: Head(config, partition).init(key, rows))
-        total += abstract_bytes(lambda key: RMSNorm(config.rms_norm_eps).init(key, rows))
+        total += abstract_bytes(lambda key: Head(config, partition, "xla").init(key, rows))
+        total += abstract_bytes(lambda key: RMSNorm(rows.shape[1], 0.0, "xla").init(key, rows))
     return total
 
 

@@ -23,7 +23,7 @@ from sharding.tensor_plan import plan_tensor_parallel
 def trace(config, stages, index):
     """Traces one stage of a plan that skipped the checks, as if nothing were relayed to it."""
     plan = lay_out(config, ranges_of(stages), relay=False)
-    step = stage_steps(config, plan, plan_tensor_parallel(config, 1))[index]
+    step = stage_steps(config, plan, plan_tensor_parallel(config, 1), "xla")[index]
     layers = step.stage.layers
     batch = build_batch(
         config, [], tokens=ROW_TILE, requests=1, columns=2, logit_rows=ROW_TILE, engram=None
