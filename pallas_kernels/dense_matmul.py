@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.row_matmul import row_matmul
 
 
 def dense_matmul(x: jax.Array, weight: jax.Array, *, implementation: Implementation) -> jax.Array:
@@ -22,8 +23,16 @@ def dense_matmul(x: jax.Array, weight: jax.Array, *, implementation: Implementat
     """
     chex.assert_rank([x, weight], 2)
     chex.assert_equal(x.shape[1], weight.shape[1])
-    resolve(implementation)
-    return dense_matmul_reference(x, weight)
+    if resolve(implementation) == "xla":
+        return dense_matmul_reference(x, weight)
+    return row_matmul(
+        x,
+        weight,
+        name="dense_matmul",
+        read_weight=lambda block, *_: block,
+        read_rows=lambda rows: rows,
+        implementation=implementation,
+    )
 
 
 def dense_matmul_reference(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -5,10 +5,12 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import triton
 
-from pallas_kernels import formats
+from pallas_kernels import formats, kernel_math
 from pallas_kernels.dense_matmul import dense_matmul_reference
 from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.row_matmul import row_matmul
 
 
 def scaled_matmul(
@@ -29,8 +31,17 @@ def scaled_matmul(
     """
     chex.assert_rank([x, weight, scale], 2)
     chex.assert_equal(x.shape[1], weight.shape[1])
-    resolve(implementation)
-    return scaled_matmul_reference(quantized(x), formats.dequantize_weight(weight, scale))
+    if resolve(implementation) == "xla":
+        return scaled_matmul_reference(quantized(x), formats.dequantize_weight(weight, scale))
+    return row_matmul(
+        x,
+        weight,
+        scale,
+        name="scaled_matmul",
+        read_weight=_read_weight,
+        read_rows=_quantize_rows,
+        implementation=implementation,
+    )
 
 
 def grouped_output(
@@ -57,8 +68,18 @@ def grouped_output(
     """
     chex.assert_rank([x, weight, scale], 2)
     chex.assert_equal(x.shape[1], groups * weight.shape[1])
-    resolve(implementation)
-    return grouped_output_reference(x, weight, scale, groups=groups)
+    if resolve(implementation) == "xla":
+        return grouped_output_reference(x, weight, scale, groups=groups)
+    return row_matmul(
+        x,
+        weight,
+        scale,
+        name="grouped_output",
+        read_weight=_read_weight,
+        read_rows=lambda rows: rows,
+        implementation=implementation,
+        groups=groups,
+    )
 
 
 def quantized(x: jax.Array) -> jax.Array:
@@ -95,3 +116,20 @@ def grouped_output_reference(
     matrices = jnp.split(formats.dequantize_weight(weight, scale), groups)
     products = [dense_matmul_reference(*pair) for pair in zip(inputs, matrices, strict=True)]
     return jnp.concatenate(products, axis=1)
+
+
+def _read_weight(
+    codes: jax.Array, outputs: jax.Array, first_input: jax.Array, scale_ref: jax.Array
+) -> jax.Array:
+    """bf16 values, exact, of a block of E4M3 codes."""
+    rows, columns = codes.shape
+    groups = columns // formats.FP8_BLOCK
+    blocks = first_input // formats.FP8_BLOCK + jnp.arange(groups)
+    scale = triton.load(scale_ref.at[(outputs // formats.FP8_BLOCK)[:, None], blocks[None, :]])
+    values = codes.astype(jnp.float32).reshape(rows, groups, formats.FP8_BLOCK)
+    values = values * kernel_math.decode_e8m0(scale)[:, :, None]
+    return values.reshape(rows, columns).astype(jnp.bfloat16)
+
+
+def _quantize_rows(rows: jax.Array) -> jax.Array:
+    return kernel_math.quantize_fp8_block(rows.astype(jnp.float32)).astype(jnp.bfloat16)
