@@ -58,25 +58,30 @@ def decode_e2m1(byte: jax.Array) -> jax.Array:
     return jnp.where(nibble >= 8, -value, value)
 
 
-def encode_e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
-    """E2M1 codes of x / scale: nearest, ties to the even code, clamped to +-6.
+def e2m1_codes(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    """E2M1 codes of x / scale, one a byte: nearest, ties to the even code, clamped to +-6.
 
     Compares |x| with scaled midpoints instead of dividing: the midpoints are exact, so ties
     stay ties whatever a compiler makes of a division.
 
     Args:
-      x: float32[..., n], n even, bf16 values.
+      x: float32[..., n], bf16 values.
       scale: float32[..., 1], or 1 where x is scaled already.
 
     Returns:
-      uint8[..., n / 2], the even element in the low nibble.
+      uint8[..., n].
     """
     magnitude = jnp.abs(x)
     code = sum(
         (magnitude >= middle * scale if ties_up else magnitude > middle * scale).astype(jnp.uint8)
         for middle, ties_up in _MIDPOINTS
     )
-    code = code | (jnp.signbit(x).astype(jnp.uint8) << 3)
+    return code | (jnp.signbit(x).astype(jnp.uint8) << 3)
+
+
+def encode_e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    """uint8[..., n / 2]: `e2m1_codes` in pairs, the even element in the low nibble."""
+    code = e2m1_codes(x, scale)
     pairs = code.reshape(*code.shape[:-1], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
@@ -91,7 +96,26 @@ def _power_of_two_scale(amax: jax.Array, largest: float) -> jax.Array:
     return ((bits + 0x7FFFFF) >> 23).astype(jnp.uint8)
 
 
-def _inverse_power(scales: jax.Array) -> jax.Array:
+def fp8_scales(amax: jax.Array) -> jax.Array:
+    """E8M0 scales of groups of FP8 activations, by their largest magnitude in float32."""
+    return _power_of_two_scale(jnp.maximum(amax, np.float32(_ACTIVATION_FLOOR)), FP8_MAX)
+
+
+def fp4_scales(amax: jax.Array) -> jax.Array:
+    """E8M0 scales of groups of FP4 index channels, by their largest magnitude in float32."""
+    return _power_of_two_scale(jnp.maximum(amax, np.float32(_FP4_FLOOR)), FP4_MAX)
+
+
+def kv_sixths(amax: jax.Array) -> jax.Array:
+    """float32 scales of groups of FP4 KV channels, by their largest magnitude.
+
+    E4M3 holds them once they are rounded to 15 bits of mantissa: a sixth is then exact where it
+    is a tie of E4M3, for 16 bits tell ties from every other bf16 / 6.
+    """
+    return jnp.maximum(amax, np.float32(_KV_FLOOR)) * np.float32(1 / FP4_MAX)
+
+
+def inverse_power(scales: jax.Array) -> jax.Array:
     """float32[..., 1]: one over a power-of-two scale, exact."""
     return decode_e8m0(254 - scales)[..., None]
 
@@ -107,9 +131,8 @@ def quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       scales: uint8[..., K / 32], E8M0.
     """
     groups = _groups(x, FP8_BLOCK)
-    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(_ACTIVATION_FLOOR))
-    scales = _power_of_two_scale(amax, FP8_MAX)
-    codes = encode_e4m3(groups * _inverse_power(scales))
+    scales = fp8_scales(jnp.max(jnp.abs(groups), axis=-1))
+    codes = encode_e4m3(groups * inverse_power(scales))
     return codes.reshape(x.shape), scales
 
 
@@ -130,9 +153,8 @@ def quantize_fp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       scales: uint8[..., K / 32], E8M0.
     """
     groups = _groups(x, FP4_BLOCK)
-    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(_FP4_FLOOR))
-    scales = _power_of_two_scale(amax, FP4_MAX)
-    codes = encode_e2m1(groups * _inverse_power(scales))
+    scales = fp4_scales(jnp.max(jnp.abs(groups), axis=-1))
+    codes = encode_e2m1(groups * inverse_power(scales))
     return codes.reshape(*x.shape[:-1], -1), scales
 
 
@@ -153,10 +175,8 @@ def quantize_kv(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       scales: uint8[..., K / 16], E4M3.
     """
     groups = _groups(x, KV_BLOCK)
-    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(_KV_FLOOR))
-    # A sixth, exact where it is a tie of E4M3: 16 bits tell ties from every other bf16 / 6.
-    sixth = jax.lax.reduce_precision(amax * np.float32(1 / FP4_MAX), 8, 15)
-    scales = encode_e4m3(sixth)
+    sixths = kv_sixths(jnp.max(jnp.abs(groups), axis=-1))
+    scales = encode_e4m3(jax.lax.reduce_precision(sixths, 8, 15))
     codes = encode_e2m1(groups, decode_e4m3(scales)[..., None])
     return codes.reshape(*x.shape[:-1], -1), scales
 

@@ -59,6 +59,22 @@ def decode_e2m1_pair(byte: jax.Array) -> tuple[jax.Array, jax.Array]:
     return value(low), value(high)
 
 
+def round_bf16(x: jax.Array) -> jax.Array:
+    """float32 values rounded to bf16, nearest even; not for NaN.
+
+    In integers: a pair of casts around a product of bf16 values may be taken for nothing.
+    """
+    return round_bits(x, 16)
+
+
+def round_bits(x: jax.Array, dropped: int) -> jax.Array:
+    """float32 values rounded to `dropped` fewer mantissa bits, nearest even; not for NaN."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    half = (1 << (dropped - 1)) - 1
+    bits = (bits + half + ((bits >> dropped) & 1)) & ~((1 << dropped) - 1)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def quantize_fp8_block(x: jax.Array) -> jax.Array:
     """Values a block takes when its rows are quantized to FP8 and back, exact in bf16.
 
