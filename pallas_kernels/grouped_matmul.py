@@ -66,8 +66,9 @@ def expert_mlp(
     if not experts.size:
         return jnp.zeros(x.shape, jnp.float32)
     plan, places = sort_by_expert(experts, held)
+    inputs = even_first(quantized(x)).astype(jnp.bfloat16)
     hidden = grouped_kernels.gate_up(
-        x, weights.reshape(-1), w1, w3, plan, limit=limit, implementation=implementation
+        inputs, weights.reshape(-1), w1, w3, plan, limit=limit, implementation=implementation
     )
     out = grouped_kernels.down(hidden, w2, plan, partial=partial, implementation=implementation)
     return combine(out, places)
@@ -121,6 +122,11 @@ def _expert_by_expert(
 
     total = jnp.zeros((experts.shape[0], outputs), jnp.float32)
     return jax.lax.fori_loop(0, count, add_expert, total)
+
+
+def even_first(x: jax.Array) -> jax.Array:
+    """[M, D] with the even columns before the odd ones, as the two nibbles of a byte need them."""
+    return x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
 
 
 def num_blocks(assignments: int, experts: int) -> int:
