@@ -179,7 +179,7 @@ def device_shape(name: str, spec: TensorSpec, tensor: TensorPlan) -> tuple[int, 
 def _parameters(config: ModelConfig, stage: StageContents, tensor: TensorPlan) -> Mapping[str, int]:
     totals = dict.fromkeys(("experts", "expert_scales", "dense", "embedding", "other"), 0)
     for name, spec in expected_tensors(config).items():
-        if not spec.in_params or not _in_stage(stage, name):
+        if not spec.in_params or not in_stage(stage, name):
             continue
         expert = spec.component == "experts"
         if expert and ".experts.0." not in name:
@@ -191,7 +191,8 @@ def _parameters(config: ModelConfig, stage: StageContents, tensor: TensorPlan) -
     return types.MappingProxyType(totals)
 
 
-def _in_stage(stage: StageContents, name: str) -> bool:
+def in_stage(stage: StageContents, name: str) -> bool:
+    """Whether a stage holds the parameter of the text model with this name."""
     first, rest = name.split(".", 1)
     if first == "layers":
         return int(rest.split(".", 1)[0]) in stage.layers
