@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.row_matmul import row_matmul
+from pallas_kernels.row_matmul import Format, row_matmul
 
 
 def dense_matmul(x: jax.Array, weight: jax.Array, *, implementation: Implementation) -> jax.Array:
@@ -29,8 +29,11 @@ def dense_matmul(x: jax.Array, weight: jax.Array, *, implementation: Implementat
         x,
         weight,
         name="dense_matmul",
-        read_weight=lambda block, *_: block,
-        read_rows=lambda rows: rows,
+        format=Format(
+            load=lambda *_: None,
+            decode=lambda block, _: block,
+            rows=lambda rows: rows,
+        ),
         implementation=implementation,
     )
 

@@ -13,6 +13,7 @@ a decoded weight straight from registers.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,24 @@ ROW_TILE = 16  # rows of one product
 _MOST_TILES = 4  # tiles of rows that share a block of weights
 _OUTPUTS = 64  # outputs of a block at most: rows of a tensor-core instruction of four warps
 _INPUTS = 128  # inputs of a block at most
-_PROGRAMS = 264  # that keep a GPU busy: two for each of 132 processors
+_PROGRAMS = 256  # that keep a GPU busy: about two for each of 132 processors
 _LEAST_SPLIT = 512  # inputs of a split at least
 
-WeightReader = Callable[..., jax.Array]
-RowReader = Callable[[jax.Array], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How kernels read blocks of weights and rows.
+
+    Attributes:
+      load: (int32 outputs, first input, number of inputs, *refs) -> pytree of what decoding a
+        block of the weight needs beside its codes. Loaded one block ahead.
+      decode: (block of the weight, what was loaded) -> bf16 values of the block.
+      rows: bf16 tile of rows -> bf16 values to multiply.
+    """
+
+    load: Callable[..., Any]
+    decode: Callable[[jax.Array, Any], jax.Array]
+    rows: Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +112,7 @@ def row_matmul(
     weight: jax.Array,
     *side: jax.Array,
     name: str,
-    read_weight: WeightReader,
-    read_rows: RowReader,
+    format: Format,
     implementation: Implementation,
     groups: int = 1,
 ) -> jax.Array:
@@ -110,11 +123,9 @@ def row_matmul(
     Args:
       x: bf16[M, G * K].
       weight: [N, K]; consecutive outputs belong to a group.
-      *side: what else decoding a weight needs.
+      *side: arrays that decoding the weight needs.
       name: of the kernel.
-      read_weight: (block of the weight, int32 outputs, first input, *refs of `side`) -> bf16
-        values of that block.
-      read_rows: bf16[ROW_TILE, inputs of a block] -> bf16 values to multiply.
+      format: of weight and rows; `load` gets refs of `side`.
       implementation: "pallas" or "pallas_interpret".
       groups: G.
 
@@ -135,8 +146,7 @@ def row_matmul(
             blocks=blocks,
             schedule=schedule,
             shape=(rows, outputs),
-            read_weight=read_weight,
-            read_rows=read_rows,
+            format=format,
         ),
         x,
         weight,
@@ -165,8 +175,7 @@ def _kernel(
     blocks: Blocks,
     schedule: Schedule,
     shape: tuple[int, int],
-    read_weight: WeightReader,
-    read_rows: RowReader,
+    format: Format,
 ) -> None:
     """One program: `tiles` tiles of rows, one block of outputs, one or all of the splits.
 
@@ -183,29 +192,31 @@ def _kernel(
     read = outputs if shape[1] % width == 0 else jnp.minimum(outputs, last_output)
     steps = span * schedule.programs // (blocks.splits * depth)
 
-    def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+    def load(index: jax.Array) -> Any:
+        return format.load(first_output + read, first_input + index * depth, depth, *side)
+
+    def step(index: jax.Array, carry: tuple[Any, list[jax.Array]]) -> tuple[Any, list[jax.Array]]:
+        beside, sums = carry
+        following = load(jnp.minimum(index + 1, span // depth - 1))
         inputs = index * depth + jnp.arange(depth)
-        weight = triton.load(weight_ref.at[read[:, None], inputs[None, :]])
-        weight = read_weight(weight, first_output + read, first_input + index * depth, *side)
+        weight = format.decode(triton.load(weight_ref.at[read[:, None], inputs[None, :]]), beside)
         found = []
         for rows, total in zip(tiles, sums, strict=True):
             rows = rows if shape[0] % height == 0 else jnp.minimum(rows, last_row)
-            x = read_rows(triton.load(x_ref.at[rows[:, None], inputs[None, :]]))
+            x = format.rows(triton.load(x_ref.at[rows[:, None], inputs[None, :]]))
             found.append(total + triton.dot(weight, x, trans_b=True))
-        return found
+        return following, found
 
-    def split(index: jax.Array | int) -> list[jax.Array]:
-        zeros = [jnp.zeros((width, ROW_TILE), jnp.float32)] * schedule.tiles
-        return jax.lax.fori_loop(index * steps, (index + 1) * steps, step, zeros)
+    def split(
+        index: jax.Array | int, carry: tuple[Any, list[jax.Array]]
+    ) -> tuple[Any, list[jax.Array]]:
+        beside, totals = carry
+        beside, sums = jax.lax.fori_loop(index * steps, (index + 1) * steps, step, (beside, zeros))
+        return beside, [a + b for a, b in zip(totals, sums, strict=True)]
 
-    totals = split(0)
-    if schedule.programs < blocks.splits:
-        totals = jax.lax.fori_loop(
-            1,
-            blocks.splits,
-            lambda index, totals: [a + b for a, b in zip(totals, split(index), strict=True)],
-            totals,
-        )
+    zeros = [jnp.zeros((width, ROW_TILE), jnp.float32)] * schedule.tiles
+    splits = blocks.splits // schedule.programs
+    _, totals = jax.lax.fori_loop(0, splits, split, (load(0), zeros))
     for rows, total in zip(tiles, totals, strict=True):
         inside = (rows <= last_row)[:, None] & (outputs <= last_output)[None, :]
         triton.store(out_ref.at[rows[:, None], outputs[None, :]], total.T, mask=inside)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton
 from pallas_kernels import formats, kernel_math
 from pallas_kernels.dense_matmul import dense_matmul_reference
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.row_matmul import row_matmul
+from pallas_kernels.row_matmul import Format, row_matmul
 
 
 def scaled_matmul(
@@ -38,8 +38,7 @@ def scaled_matmul(
         weight,
         scale,
         name="scaled_matmul",
-        read_weight=_read_weight,
-        read_rows=_quantize_rows,
+        format=Format(load=_load_scales, decode=_decode, rows=_quantize_rows),
         implementation=implementation,
     )
 
@@ -75,8 +74,7 @@ def grouped_output(
         weight,
         scale,
         name="grouped_output",
-        read_weight=_read_weight,
-        read_rows=lambda rows: rows,
+        format=Format(load=_load_scales, decode=_decode, rows=lambda rows: rows),
         implementation=implementation,
         groups=groups,
     )
@@ -118,17 +116,20 @@ def grouped_output_reference(
     return jnp.concatenate(products, axis=1)
 
 
-def _read_weight(
-    codes: jax.Array, outputs: jax.Array, first_input: jax.Array, scale_ref: jax.Array
+def _load_scales(
+    outputs: jax.Array, first_input: jax.Array, inputs: int, scale_ref: jax.Array
 ) -> jax.Array:
-    """bf16 values, exact, of a block of E4M3 codes."""
-    rows, columns = codes.shape
-    groups = columns // formats.FP8_BLOCK
+    """E8M0 bytes uint8[outputs, inputs / 32]."""
+    groups = inputs // formats.FP8_BLOCK
     blocks = first_input // formats.FP8_BLOCK + jnp.arange(groups)
-    scale = triton.load(scale_ref.at[(outputs // formats.FP8_BLOCK)[:, None], blocks[None, :]])
-    values = codes.astype(jnp.float32).reshape(rows, groups, formats.FP8_BLOCK)
-    values = values * kernel_math.decode_e8m0(scale)[:, :, None]
-    return values.reshape(rows, columns).astype(jnp.bfloat16)
+    return triton.load(scale_ref.at[(outputs // formats.FP8_BLOCK)[:, None], blocks[None, :]])
+
+
+def _decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """bf16 values, exact, of E4M3 codes."""
+    groups = codes.astype(jnp.float32).reshape(*scales.shape, formats.FP8_BLOCK)
+    values = groups * kernel_math.decode_e8m0(scales)[:, :, None]
+    return values.reshape(codes.shape).astype(jnp.bfloat16)
 
 
 def _quantize_rows(rows: jax.Array) -> jax.Array:
