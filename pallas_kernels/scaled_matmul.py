@@ -1,10 +1,14 @@
 """Linear layers over FP8 weights, with their dynamic activation quantization."""
 
+import dataclasses
 import functools
+import math
+from collections.abc import Iterator
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import triton
 
 from pallas_kernels import formats, kernel_math
@@ -134,3 +138,85 @@ def _decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 def _quantize_rows(rows: jax.Array) -> jax.Array:
     return kernel_math.quantize_fp8_block(rows.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A real call of `scaled_matmul`, or of `grouped_output` where there are groups.
+
+    Attributes:
+      name: phase, rows, weight and partition.
+      rows: M.
+      outputs: N on one device.
+      inputs: K on one device.
+      groups: G of `grouped_output`; 0 is `scaled_matmul`.
+    """
+
+    name: str
+    rows: int
+    outputs: int
+    inputs: int
+    groups: int = 0
+
+
+def _weights() -> Iterator[tuple[str, int, int, int]]:
+    """Name, outputs, inputs and groups of the released weights, split as they are."""
+    yield "wq_a", 1280, 5120, 0
+    yield "wkv", 512, 5120, 0
+    yield "indexer.wq_b", 4096, 1280, 0
+    yield "engram.wkv", 25600, 6144, 0
+    for tensor in (1, 2, 4, 8):
+        yield f"wq_b tp{tensor}", 32768 // tensor, 1280, 0
+        yield f"wo_a tp{tensor}", 8192 // tensor, 4096, 8 // tensor
+        yield f"wo_b tp{tensor}", 5120, 8192 // tensor, 0
+        yield f"shared.w1 tp{tensor}", 2304 // tensor, 5120, 0
+        yield f"shared.w2 tp{tensor}", 5120, 2304 // tensor, 0
+
+
+SHAPES = tuple(
+    Shape(name=f"{phase} {rows} {weight}", rows=rows, outputs=outputs, inputs=inputs, groups=groups)
+    for weight, outputs, inputs, groups in _weights()
+    for phase, sizes in (("decode", (1, 4, 16, 64)), ("prefill", (512, 2048)))
+    for rows in sizes
+)
+
+
+def abstract_arguments(shape: Shape) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of the arguments x, weight, scale."""
+    blocks = tuple(-(-size // formats.FP8_BLOCK) for size in (shape.outputs, shape.inputs))
+    return (
+        jax.ShapeDtypeStruct((shape.rows, max(shape.groups, 1) * shape.inputs), jnp.bfloat16),
+        jax.ShapeDtypeStruct((shape.outputs, shape.inputs), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct(blocks, jnp.uint8),
+    )
+
+
+def make_arguments(shape: Shape, rng: np.random.Generator) -> tuple[jax.Array, ...]:
+    """Random arguments; products are of the size of their rows."""
+    x, weight, scale = abstract_arguments(shape)
+    middle = 127 - round(math.log2(shape.inputs) / 2)
+    return (
+        jnp.asarray(rng.normal(size=x.shape), x.dtype),
+        jnp.asarray(rng.normal(size=weight.shape), weight.dtype),
+        jnp.asarray(rng.integers(middle - 1, middle + 2, scale.shape), scale.dtype),
+    )
+
+
+def run(
+    shape: Shape, arguments: tuple[jax.Array, ...], *, implementation: Implementation
+) -> jax.Array:
+    """The operation of a shape."""
+    if shape.groups:
+        return grouped_output(*arguments, groups=shape.groups, implementation=implementation)
+    return scaled_matmul(*arguments, implementation=implementation)
+
+
+def flops(shape: Shape) -> int:
+    """Multiplications and additions."""
+    return 2 * shape.rows * shape.outputs * shape.inputs
+
+
+def bytes(shape: Shape) -> int:
+    """Bytes that must move: every argument once, the result once."""
+    moved = sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract_arguments(shape))
+    return moved + 4 * shape.rows * shape.outputs
