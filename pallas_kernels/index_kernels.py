@@ -165,8 +165,8 @@ def _score_kernel(
 def select(scores: jax.Array, *, k: int, implementation: Implementation) -> jax.Array:
     """The kernel of `index_topk.topk_positions`.
 
-    A long row keeps k of each segment, and then k of those. Segments follow each other and each is ascending, so a lower place among the kept is a lower
-    position and ties stay what they are.
+    A long row keeps k of each segment, and then k of those. Segments follow each other and each
+    is ascending, so a lower place among the kept is a lower position and ties stay what they are.
     """
     rows, length = scores.shape
     tile = min(next_power_of_two(length, 16), 2048)
