@@ -45,6 +45,13 @@ def round_rows(rows: int) -> int:
     return ROW_TILE * max(1, -(-rows // ROW_TILE))
 
 
+def lookup_of(
+    rows: Sequence[RequestRows], tokens: int
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """What `EngramRows.step_rows` is asked for a bucket of `tokens`."""
+    return [row.token_ids for row in rows], [row.history for row in rows], tokens
+
+
 def build_batch(
     config: ModelConfig,
     rows: Sequence[RequestRows],
@@ -118,7 +125,7 @@ def build_batch(
 def _engram_rows(
     engram: EngramRows, rows: Sequence[RequestRows], tokens: int
 ) -> dict[int, PackedRows]:
-    return engram.step_rows([row.token_ids for row in rows], [row.history for row in rows], tokens)
+    return engram.step_rows(*lookup_of(rows, tokens))
 
 
 def _late_rows(rows: Sequence[RequestRows]) -> np.ndarray:

@@ -168,6 +168,8 @@ class AsyncEngine:
             self._end_all("error", f"{type(error).__name__}: {error}")
         else:
             self._end_all("abort", None)
+        finally:
+            self._engine.close()
 
     def _goes_on(self) -> bool:
         if self._failure is not None:

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 
 import numpy as np
 
 from dsv41_jax.host_batch import RequestRows
 from dsv41_jax.sampling import NUM_ALTERNATIVES, LogitChanges, SamplingBatch
 from serving.logit_rules import empty_changes
-from serving.scheduler import ScheduledRows, StepPlan
+from serving.scheduler import ScheduledRows, StepPlan, UpcomingRows
 from serving.sequence import Sequence
 from sharding.limits import EngineLimits
 
@@ -29,6 +30,22 @@ def request_rows(plan: StepPlan) -> list[RequestRows]:
             late_from=rows.late_from,
         )
         for rows in plan.rows
+    ]
+
+
+def upcoming_rows(rows: Rows[UpcomingRows]) -> list[RequestRows]:
+    """Rows that a step will probably have; their pages and slots are not decided yet."""
+    return [
+        RequestRows(
+            token_ids=part.token_ids,
+            start=0,
+            history=part.history,
+            window_pages=(),
+            global_pages=(),
+            slot=-1,
+            logits=0,
+        )
+        for part in rows
     ]
 
 

@@ -11,11 +11,11 @@ from typing import Protocol
 import jax
 
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.engram_table import EngramRows
 from dsv41_jax.host_batch import RequestRows
 from dsv41_jax.model import Params
 from dsv41_jax.sampling import Sampled, SamplingBatch
-from serving.batch_builder import request_rows, sampling_batch
+from serving.batch_builder import request_rows, sampling_batch, upcoming_rows
 from serving.cache_groups import CacheGroups
 from serving.detokenizer import TextStream, Vocabulary
 from serving.grammar import GrammarCompiler
@@ -47,6 +47,7 @@ class StepRunner(Protocol):
       vocab_size: token ids are below it.
       eos_token_id: ends a request.
       look_back: ids before a request's first row that it needs.
+      looks_ahead: whether `expect` begins anything.
     """
 
     limits: EngineLimits
@@ -54,6 +55,19 @@ class StepRunner(Protocol):
     vocab_size: int
     eos_token_id: int
     look_back: int
+    looks_ahead: bool
+
+    def expect(self, rows: Rows[RequestRows]) -> None:
+        """Says what the next step will probably hold, to be looked up meanwhile.
+
+        Token ids may be `UNKNOWN`, pages, slots and logits may be missing, and the step may turn
+        out otherwise.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends what runs beside the steps."""
+        ...
 
     def submit(self, rows: Rows[RequestRows], sampling: SamplingBatch) -> StepHandle:
         """Dispatches one step without waiting for it."""
@@ -228,6 +242,10 @@ class Engine:
             self._scheduler.finish(sequence, Finish("abort"))
             self._forget(sequence)
 
+    def close(self) -> None:
+        """Ends the threads of the runner; the engine is not needed any more."""
+        self._runner.close()
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running requests keep their pages and are not disturbed."""
         self._cache.forget_all()
@@ -235,7 +253,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Collects what the next step needs, dispatches it, and returns the collected tokens."""
         tokens = []
-        while self._must_collect():
+        for _ in range(self._num_to_collect()):
             tokens += self._collect(*self._in_flight.popleft())
         plan = self._scheduler.schedule()
         self._preemptions += len(plan.preempted)
@@ -243,17 +261,28 @@ class Engine:
             self._steps += 1
             self._step_tokens[sum(len(rows.token_ids) for rows in plan.rows)] += 1
             self._in_flight.append((plan, self._submit(plan)))
+            self._expect_next()
         elif self._in_flight:
             tokens += self._collect(*self._in_flight.popleft())
         return [self._output(new) for new in tokens]
 
-    def _must_collect(self) -> bool:
-        """Whether a step in flight comes first: there are enough, or the next needs its tokens."""
-        if len(self._in_flight) >= max(_MAX_IN_FLIGHT, self._microbatches):
-            return True
-        if self._microbatches > 1:
-            return False
-        return any(rows.samples for plan, _ in self._in_flight for rows in plan.rows)
+    def _num_to_collect(self) -> int:
+        """Steps in flight that come before the next: there are enough, or it needs their tokens."""
+        count = len(self._in_flight)
+        if self._microbatches == 1:
+            sampling = [any(rows.samples for rows in plan.rows) for plan, _ in self._in_flight]
+            if any(sampling):
+                return count - sampling[::-1].index(True)
+        return max(0, count + 1 - max(_MAX_IN_FLIGHT, self._microbatches))
+
+    def _expect_next(self) -> None:
+        """Tells the runner what the next step will probably hold, before any step is waited for."""
+        if not self._runner.looks_ahead:
+            return
+        arriving = set()
+        for plan, _ in list(self._in_flight)[: self._num_to_collect()]:
+            arriving.update(rows.number for rows in plan.rows if rows.samples)
+        self._runner.expect(upcoming_rows(self._scheduler.upcoming(arriving)))
 
     def stats(self) -> EngineStats:
         """A snapshot; safe to take from another thread."""
@@ -272,6 +301,8 @@ class Engine:
         )
 
     def _submit(self, plan: StepPlan) -> StepHandle:
+        rows = request_rows(plan)
+        self._runner.expect(rows)
         sampling = sampling_batch(
             plan,
             self._scheduler.find,
@@ -279,7 +310,7 @@ class Engine:
             vocab_size=self._runner.vocab_size,
             no_changes=self._no_changes,
         )
-        return self._runner.submit(request_rows(plan), sampling)
+        return self._runner.submit(rows, sampling)
 
     def _collect(self, plan: StepPlan, handle: StepHandle) -> list[_NewToken]:
         """Hands a step's tokens to their sequences; rows of ended requests are dropped."""
@@ -382,7 +413,7 @@ class _Table:
 def build_engine(
     config: ModelConfig,
     params: Params,
-    engram: EngramTables | None,
+    engram: EngramRows | None,
     vocabulary: Vocabulary,
     *,
     max_model_len: int,
@@ -396,7 +427,7 @@ def build_engine(
     Args:
       config: the model.
       params: its parameters, on the device.
-      engram: its host tables, or None where it has none.
+      engram: its Engram tables, or None where it has none.
       vocabulary: the tokenizer's bytes (`serving.detokenizer.vocabulary`).
       max_model_len: most tokens of one request.
       max_num_seqs: most requests that run at once.

@@ -1,18 +1,22 @@
 """Steps of a model that is spread over pipeline stages."""
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Sequence
 
 import jax
 
-from dsv41_jax.host_batch import RequestRows
+from dsv41_jax.engram_ahead import EngramAhead
+from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.host_batch import RequestRows, lookup_of
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from serving.batch_builder import empty_sampling
+from serving.runner import LOOKUP_THREAD
 from sharding.cache_sizes import CacheSizes
 from sharding.limits import EngineLimits
-from sharding.microbatch import join_sampled, microbatch_tokens
+from sharding.microbatch import cut_rows, join_sampled, microbatch_tokens
 from sharding.pipeline import MicrobatchResult, Pipeline
-from sharding.stage_runner import Bucket
+from sharding.stage_runner import Bucket, StageRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,11 @@ class PipelineRunner:
         self.vocab_size = config.vocab_size
         self.eos_token_id = config.eos_token_id
         self.look_back = config.engram.max_ngram_size - 1 if config.engram else 0
-        self._pipeline = pipeline
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, LOOKUP_THREAD)
+        stages = [self._looking_ahead(stage) for stage in pipeline.stages]
+        self._pipeline = dataclasses.replace(pipeline, stages=tuple(stages))
+        self._ahead = [s.engram for s in stages if isinstance(s.engram, EngramAhead)]
+        self.looks_ahead = bool(self._ahead)
         self._states = pipeline.init_state(**dataclasses.asdict(cache_sizes))
         tokens = {microbatch_tokens(tokens, pipeline.microbatches) for tokens in token_buckets}
         self._buckets = [
@@ -76,6 +84,22 @@ class PipelineRunner:
             results, self._states = self._pipeline.step(self._states, (), bucket, sampling)
             jax.block_until_ready(results[-1].value)
 
+    def expect(self, rows: Sequence[RequestRows]) -> None:
+        """Begins to look up what the next step will probably need; see `EngramAhead`."""
+        if not self.looks_ahead:
+            return
+        steps = []
+        if rows:
+            bucket, parts = self._bucket(rows)
+            steps = [lookup_of(part, bucket.tokens) for part in cut_rows(rows, parts)]
+        for ahead in self._ahead:
+            ahead.expect(steps)
+
+    def close(self) -> None:
+        """Ends the thread of the lookups; later steps wait for their own."""
+        self.looks_ahead = False
+        self._pool.shutdown(cancel_futures=True)
+
     def submit(self, rows: Sequence[RequestRows], sampling: SamplingBatch) -> PipelineStep:
         """Dispatches one step and starts to copy its small results to the host.
 
@@ -86,11 +110,20 @@ class PipelineRunner:
         Raises:
           ValueError: the rows do not fit the largest bucket.
         """
-        total = sum(len(row.token_ids) for row in rows)
-        bucket = next((b for b in self._buckets if total <= b.tokens), self._buckets[-1])
-        parts = max(1, -(-total // bucket.tokens))
+        bucket, parts = self._bucket(rows)
         pipeline = dataclasses.replace(self._pipeline, microbatches=parts)
         results, self._states = pipeline.step(self._states, rows, bucket, sampling)
         for leaf in jax.tree.leaves([part.value for part in results]):
             leaf.copy_to_host_async()
         return PipelineStep(tuple(results), self.limits.logit_rows)
+
+    def _bucket(self, rows: Sequence[RequestRows]) -> tuple[Bucket, int]:
+        """Sizes of a microbatch, and how many the step is cut into."""
+        total = sum(len(row.token_ids) for row in rows)
+        bucket = next((b for b in self._buckets if total <= b.tokens), self._buckets[-1])
+        return bucket, max(1, -(-total // bucket.tokens))
+
+    def _looking_ahead(self, stage: StageRunner) -> StageRunner:
+        if not isinstance(stage.engram, EngramTables):
+            return stage
+        return stage.with_engram(EngramAhead(stage.engram, self._pool))

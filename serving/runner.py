@@ -1,5 +1,6 @@
 """One device's steps: parameters, caches, and one compiled program per bucket."""
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Sequence
 
@@ -7,15 +8,18 @@ import jax
 
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_table import EngramTables
+from dsv41_jax.engram_ahead import EngramAhead
+from dsv41_jax.engram_table import EngramRows, EngramTables
 from dsv41_jax.forward import forward_and_sample
-from dsv41_jax.host_batch import RequestRows, build_batch
+from dsv41_jax.host_batch import RequestRows, build_batch, lookup_of
 from dsv41_jax.model import Params, Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from dsv41_jax.state import init_state
 from serving.batch_builder import empty_sampling
 from sharding.cache_sizes import CacheSizes
 from sharding.limits import EngineLimits, round_up
+
+LOOKUP_THREAD = "engram lookup"  # name of the thread
 
 
 def token_buckets(limits: EngineLimits, platform: str) -> tuple[int, ...]:
@@ -50,14 +54,14 @@ class Runner:
     Attributes:
       limits: what the compiled shapes hold.
       cache_sizes: pages and slots of the state.
-      vocab_size, eos_token_id, look_back: see `serving.engine.StepRunner`.
+      vocab_size, eos_token_id, look_back, looks_ahead: see `serving.engine.StepRunner`.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         params: Params,
-        engram: EngramTables | None,
+        engram: EngramRows | None,
         *,
         limits: EngineLimits,
         cache_sizes: CacheSizes,
@@ -67,7 +71,7 @@ class Runner:
         Args:
           config: the model.
           params: its parameters, on the device.
-          engram: its host tables, or None where it has none.
+          engram: its Engram tables, or None where it has none.
           limits: sizes of a step.
           cache_sizes: pages and slots to allocate.
           token_buckets: T of each program, ascending; the last holds max_num_batched_tokens.
@@ -80,7 +84,12 @@ class Runner:
         self._token_buckets = token_buckets
         self._config = config
         self._params = params
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, LOOKUP_THREAD)
         self._engram = engram
+        self._ahead: EngramAhead | None = None
+        if isinstance(engram, EngramTables):
+            self._engram = self._ahead = EngramAhead(engram, self._pool)
+        self.looks_ahead = self._ahead is not None
         layers = range(config.num_hidden_layers)
         self._state = init_state(
             config,
@@ -107,6 +116,16 @@ class Runner:
             )
             self._programs[tokens] = lowered.compile()
 
+    def expect(self, rows: Sequence[RequestRows]) -> None:
+        """Begins to look up what the next step will probably need; see `EngramAhead`."""
+        if self.looks_ahead:
+            self._ahead.expect([lookup_of(rows, self._bucket(rows))] if rows else [])
+
+    def close(self) -> None:
+        """Ends the thread of the lookups; later steps wait for their own."""
+        self.looks_ahead = False
+        self._pool.shutdown(cancel_futures=True)
+
     def submit(self, rows: Sequence[RequestRows], sampling: SamplingBatch) -> DeviceStep:
         """Dispatches one step and starts to copy its small results to the host.
 
@@ -117,14 +136,17 @@ class Runner:
         Raises:
           ValueError: the rows do not fit the largest bucket.
         """
-        total = sum(len(row.token_ids) for row in rows)
-        buckets = self._token_buckets
-        tokens = next((bucket for bucket in buckets if total <= bucket), buckets[-1])
+        tokens = self._bucket(rows)
         batch = self._batch(rows, tokens)
         sampled, self._state = self._programs[tokens](self._params, self._state, batch, sampling)
         for leaf in jax.tree.leaves(sampled):
             leaf.copy_to_host_async()
         return DeviceStep(sampled)
+
+    def _bucket(self, rows: Sequence[RequestRows]) -> int:
+        total = sum(len(row.token_ids) for row in rows)
+        buckets = self._token_buckets
+        return next((bucket for bucket in buckets if total <= bucket), buckets[-1])
 
     def _batch(self, rows: Sequence[RequestRows], tokens: int) -> TokenBatch:
         return build_batch(

@@ -9,9 +9,11 @@ earlier ones with the same beginning.
 import bisect
 import dataclasses
 import time
+from collections.abc import Collection
 
 import numpy as np
 
+from dsv41_jax.engram_ahead import UNKNOWN
 from serving.block_pool import BlockPool
 from serving.cache_groups import CacheGroups, Hit
 from serving.logit_rules import LogitRules
@@ -49,6 +51,19 @@ class ScheduledRows:
     samples: bool
     targets: np.ndarray
     late_from: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UpcomingRows:
+    """Rows of one request that the next step will probably compute.
+
+    Attributes:
+      token_ids: int32[n]; one `UNKNOWN` where the token is on its way.
+      history: int32[look_back], the ids before them.
+    """
+
+    token_ids: np.ndarray
+    history: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,12 +193,7 @@ class Scheduler:
         for sequence in self._running:
             self._name_pages(sequence)
             self._cache.trim(sequence.pages, sequence.num_computed)
-        active = len(self._running) + min(len(self._waiting), self._slots.num_free)
-        budget = _Budget(
-            tokens=-(-self._limits.max_num_batched_tokens // self._microbatches),
-            requests=-(-active // self._microbatches),
-            prompt_logits=self._limits.prompt_logit_rows,
-        )
+        budget = self._budget()
         rows: list[ScheduledRows] = []
         preempted: list[int] = []
         position = 0
@@ -200,6 +210,36 @@ class Scheduler:
         if not preempted:
             self._admit(rows, budget)
         return StepPlan(tuple(rows), tuple(preempted))
+
+    def upcoming(self, arriving: Collection[int]) -> list[UpcomingRows]:
+        """What `schedule` will probably plan next; takes nothing.
+
+        Requests that wait are left out, and so is everything that pages decide.
+
+        Args:
+          arriving: sequences whose token on its way comes before then.
+        """
+        budget, expected = self._budget(), []
+        for sequence in self._running:
+            if not (budget.tokens and budget.requests):
+                break
+            start, count = sequence.num_computed, budget.rows(sequence)
+            token_ids = sequence.tokens(start, start + count)
+            if sequence.number in arriving and not sequence.ends_next:
+                token_ids = np.array([UNKNOWN], np.int32)
+            if token_ids.size:
+                expected.append(UpcomingRows(token_ids, sequence.history(start, self._look_back)))
+                budget.tokens -= token_ids.size
+                budget.requests -= 1
+        return expected
+
+    def _budget(self) -> "_Budget":
+        active = len(self._running) + min(len(self._waiting), self._slots.num_free)
+        return _Budget(
+            tokens=-(-self._limits.max_num_batched_tokens // self._microbatches),
+            requests=-(-active // self._microbatches),
+            prompt_logits=self._limits.prompt_logit_rows,
+        )
 
     def _admit(self, rows: list[ScheduledRows], budget: "_Budget") -> None:
         while self._waiting and budget.tokens and budget.requests and self._slots.num_free:

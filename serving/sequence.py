@@ -87,6 +87,14 @@ class Sequence:
                 return self.num_scored
         return self.num_tokens - 1
 
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next token is the last one there is room for."""
+        return (
+            self.num_generated + 1 >= self.request.sampling.max_tokens
+            or self.num_tokens + 1 >= self._max_model_len
+        )
+
     def page_keys(self, pages: int) -> list[bytes]:
         """Names of the first pages, all full; none if pages are not reused."""
         return [] if self._keys is None else self._keys.first(pages, self._tokens)

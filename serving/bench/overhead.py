@@ -10,6 +10,7 @@ if a step takes longer than it may.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import pathlib
 import statistics
@@ -20,9 +21,10 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
+from dsv41_jax.engram_ahead import EngramAhead
 from dsv41_jax.engram_table import EngramTables
 from dsv41_jax.hf_config import load_config
-from dsv41_jax.host_batch import RequestRows, build_batch
+from dsv41_jax.host_batch import RequestRows, build_batch, lookup_of
 from dsv41_jax.sampling import NUM_ALTERNATIVES, Sampled, SamplingBatch
 from serving.default_model import default_model
 from serving.engine import Engine
@@ -67,9 +69,11 @@ class TrivialRunner:
           requests: how many run at once.
         """
         self._config = load_config(directory)
-        self._engram = (
-            None if self._config.engram is None else EngramTables.open(directory, self._config)
-        )
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._ahead: EngramAhead | None = None
+        if self._config.engram is not None:
+            self._ahead = EngramAhead(EngramTables.open(directory, self._config), self._pool)
+        self.looks_ahead = self._ahead is not None
         self.limits: EngineLimits = engine_limits(
             self._config,
             max_model_len=min(MAX_MODEL_LEN, self._config.max_position_embeddings),
@@ -92,21 +96,32 @@ class TrivialRunner:
         ]
         self._next = 0
 
+    def expect(self, rows: Rows[RequestRows]) -> None:
+        """Begins the lookups of the next step."""
+        if self._ahead is not None:
+            self._ahead.expect([lookup_of(rows, self._bucket(rows))] if rows else [])
+
+    def close(self) -> None:
+        """Ends the thread of the lookups."""
+        self._pool.shutdown()
+
     def submit(self, rows: Rows[RequestRows], sampling: SamplingBatch) -> _Answer:
         """Builds the batch and answers at once."""
-        total = sum(len(row.token_ids) for row in rows)
-        decode = round_up(self.limits.max_num_seqs)
         build_batch(
             self._config,
             rows,
-            tokens=decode if total <= decode else round_up(self.limits.max_num_batched_tokens),
+            tokens=self._bucket(rows),
             requests=self.limits.max_num_seqs,
             columns=self.limits.columns,
             logit_rows=self.limits.logit_rows,
-            engram=self._engram,
+            engram=self._ahead,
         )
         self._next = (self._next + 1) % len(self._answers)
         return self._answers[self._next]
+
+    def _bucket(self, rows: Rows[RequestRows]) -> int:
+        total, decode = sum(len(row.token_ids) for row in rows), round_up(self.limits.max_num_seqs)
+        return decode if total <= decode else round_up(self.limits.max_num_batched_tokens)
 
 
 def measure(directory: pathlib.Path, requests: int, sampling: SamplingParams) -> float:

@@ -36,11 +36,18 @@ class ToyRunner:
             window_pages=full, global_pages=full, slots=limits.max_num_seqs
         )
         self.vocab_size, self.eos_token_id, self.look_back = VOCAB_SIZE, eos, 3
+        self.looks_ahead, self.expected, self.closed = True, [], False
         size = limits.page_size
         self.window = np.full((self.cache_sizes.window_pages * size, 2), -1)
         self.global_ = np.full((self.cache_sizes.global_pages * size, 2), -1)
         self.open_group = np.full((self.cache_sizes.slots, 2), -1)
         self.steps = []
+
+    def expect(self, rows):
+        self.expected.append(rows)
+
+    def close(self):
+        self.closed = True
 
     def submit(self, rows, sampling):
         assert sum(len(r.token_ids) for r in rows) <= self.limits.max_num_batched_tokens
