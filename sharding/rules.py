@@ -1,6 +1,7 @@
 """Where each parameter of a stage goes: the modules' own axis names on the stage's mesh."""
 
 import dataclasses
+import math
 import pathlib
 
 import flax.linen as nn
@@ -26,21 +27,46 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def parameter_specs(stage: Stage) -> Params:
     """PartitionSpecs in the shape of the stage's parameter tree; allocates nothing."""
+    return nn.get_partition_spec(_boxed_parameters(stage))
+
+
+def abstract_parameters(stage: Stage, mesh: Mesh) -> Params:
+    """Shapes, dtypes and shardings of a stage's parameters over its mesh; allocates nothing."""
+    boxed = _boxed_parameters(stage)
+
+    def whole(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        axes = [*spec, *[None] * (leaf.ndim - len(spec))]
+        shape = [
+            size * _devices_along(mesh, axis) for size, axis in zip(leaf.shape, axes, strict=True)
+        ]
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(whole, nn.unbox(boxed), nn.get_partition_spec(boxed))
+
+
+def _devices_along(mesh: Mesh, axis: str | tuple[str, ...] | None) -> int:
+    names = (axis,) if isinstance(axis, str) else axis or ()
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _boxed_parameters(stage: Stage) -> Params:
+    """What one device holds, with the modules' axis names; layers that are alike traced once."""
     kinds: dict[tuple, Params] = {}
-    specs: Params = {}
+    boxed: Params = {}
     for layer in stage.layers:
         single = dataclasses.replace(stage, layers=range(layer, layer + 1))
         spec = layer_spec(stage.config, layer)
         kind = (spec.owns_kv, spec.owns_index, spec.ratio > 1, spec.engram is not None)
         kind = (*kind, single.is_first, single.is_last)
         if kind not in kinds:
-            kinds[kind] = _traced_specs(single)
+            kinds[kind] = _trace_parameters(single)
         found = kinds[kind]
-        specs |= {f"layers_{layer}" if "layers_" in key else key: found[key] for key in found}
-    return specs
+        boxed |= {f"layers_{layer}" if "layers_" in key else key: found[key] for key in found}
+    return boxed
 
 
-def _traced_specs(stage: Stage) -> Params:
+def _trace_parameters(stage: Stage) -> Params:
     # The modules declare per-device shapes and speak of mesh axes, so the axes must have names.
     make = jax.vmap(
         jax.vmap(stage.init, axis_name=TENSOR, axis_size=stage.partition.tensor, out_axes=None),
@@ -48,7 +74,7 @@ def _traced_specs(stage: Stage) -> Params:
         axis_size=1,
         out_axes=None,
     )
-    return nn.get_partition_spec(jax.eval_shape(make))
+    return jax.eval_shape(make)
 
 
 def load_stage_params(
