@@ -171,8 +171,11 @@ def sort_by_expert(experts: jax.Array, count: int) -> tuple[Plan, jax.Array]:
         first=starts[owner] + skipped,
         count=jnp.where(busy, jnp.minimum(rows[owner] - skipped, ROW_BLOCK), 0),
     )
-    places = jnp.sort(jnp.where(expert < count, place, total).reshape(experts.shape), axis=1)
-    return plan, jnp.where(places < total, places, -1)
+    place = place.reshape(experts.shape)
+    rank = jnp.sum(place[:, None, :] < place[:, :, None], axis=2)
+    ordered = rank[:, None, :] == jnp.arange(experts.shape[1])[None, :, None]
+    places = jnp.sum(jnp.where(ordered, place[:, None, :], 0), axis=2, dtype=jnp.int32)
+    return plan, jnp.where(places < starts[count], places, -1)
 
 
 def combine(out: jax.Array, places: jax.Array) -> jax.Array:
