@@ -24,6 +24,7 @@ from sharding.options import (
 )
 from sharding.picture import draw
 from sharding.report import Facts, plan_facts, plan_text, refusal_facts
+from sharding.roofline_report import roofline_facts
 from sharding.stage_plan import PartitionError, StagePlan, lay_out, ranges_of
 from sharding.tensor_plan import TensorPlan
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         workload = _workload(args, config, plan, tensor, options)
         devices = _devices(parser, args.devices, workload)
         facts |= _memory(workload, devices)
+        facts["roofline"] = roofline_facts(config, plan, tensor, context=workload.max_model_len)
     if args.picture is not None:
         stages = workload.stages() if workload is not None and "memory" in facts else ()
         picture = draw(config, plan, stages, devices[1].usable if devices else None)

@@ -7,6 +7,7 @@ from dsv41_jax.config import ModelConfig
 from sharding.dependencies import Dependency, legal_cuts
 from sharding.fit import fit_text, memory_text
 from sharding.options import PartitionOptions
+from sharding.roofline_report import roofline_text
 from sharding.stage_plan import StageContents, StagePlan, nearest_legal, ranges_of
 from sharding.tensor_plan import TensorPlan
 
@@ -156,6 +157,8 @@ def plan_text(facts: Facts) -> str:
         lines += ["", *memory_text(facts["memory"])]
     if "device" in facts.get("fit", {}):
         lines += fit_text(facts["fit"])
+    if "roofline" in facts:
+        lines += ["", *roofline_text(facts["roofline"])]
     if facts["nearest_legal"]:
         lines += ["", f"Legal cuts: before layer {_join(facts['legal_cuts'])}"]
         lines.append("Nearest legal partitions")

@@ -187,9 +187,9 @@ def stage_parameters(
     """
     found: defaultdict[str, dict[str, Parameter]] = defaultdict(dict)
     for name, spec in expected_tensors(config).items():
-        if not spec.in_params or not in_stage(stage, name):
-            continue
         if spec.component == "experts" and ".experts.0." not in name:
+            continue
+        if not spec.in_params or not in_stage(stage, name):
             continue
         shape = device_shape(name, spec, tensor)
         size = math.prod(shape) * spec.nbytes // math.prod(spec.shape)
@@ -273,16 +273,9 @@ class _Step:
 
     def stream_op(self, op: hyper_connections.Op, held: Mapping[str, Parameter], rows: int) -> None:
         """An operation of the hyper-connections on `rows` rows."""
-        shape = hyper_connections.Shape(
-            name=op, op=op, rows=rows, copies=self.config.hc_mult, hidden=self.config.hidden_size
-        )
+        moved, flops = _stream_op(op, rows, self.config.hc_mult, self.config.hidden_size)
         parameters = _nbytes(held)
-        self.add(
-            f"hc.{op}",
-            parameters=parameters,
-            activations=hyper_connections.bytes(shape) - parameters,
-            flops=hyper_connections.flops(shape),
-        )
+        self.add(f"hc.{op}", parameters=parameters, activations=moved - parameters, flops=flops)
 
     def linear(
         self,
@@ -438,6 +431,12 @@ class _Step:
         # Whole experts are summed apart from the shared one.
         parts = 2 if tensor.expert_parallel else 1
         self.reduce("all-reduce of ffn", parts * F32 * tokens * config.hidden_size)
+
+
+@functools.lru_cache(maxsize=64)  # every layer asks for the same
+def _stream_op(op: hyper_connections.Op, rows: int, copies: int, hidden: int) -> tuple[int, int]:
+    shape = hyper_connections.Shape(name=op, op=op, rows=rows, copies=copies, hidden=hidden)
+    return hyper_connections.bytes(shape), hyper_connections.flops(shape)
 
 
 def _nbytes(held: Mapping[str, Parameter], *names: str) -> int:

@@ -16,11 +16,11 @@ def layer_costs(config: ModelConfig) -> tuple[int, ...]:
     """Bytes read per decode token, by backbone layer; the last one carries the head too."""
     costs = [0] * config.num_hidden_layers
     for name, spec in expected_tensors(config).items():
-        if not spec.in_params or name.startswith("embed."):
-            continue
         expert = spec.component == "experts"
         if expert and ".experts.0." not in name:
             continue  # all experts of a layer are alike
+        if not spec.in_params or name.startswith("embed."):
+            continue
         layer = int(name.split(".", 2)[1]) if name.startswith("layers.") else -1
         costs[layer] += spec.nbytes * (config.num_experts_per_tok if expert else 1)
     return tuple(costs)

@@ -59,6 +59,7 @@ def test_text_shows_stages_what_they_own_and_every_dependency(capsys):
     ):
         assert line in lines
     assert "Stage 3 sets the pace" in out
+    assert "Least time of a step by stage and device" in out
     assert "the imbalance costs 54%" in out
 
 
@@ -99,6 +100,8 @@ def test_json_has_the_same_facts(capsys):
     } in facts["dependencies"]
     assert facts["tensor"]["heads"] == 32
     assert facts["pipeline_microbatches"] == 2
+    assert [device["name"] for device in facts["roofline"]["devices"]] == ["H100", "H200", "B200"]
+    assert all(len(step["stages"]) == 2 for step in facts["roofline"]["steps"])
 
 
 def test_json_of_a_refusal_names_crossings_and_nearest(capsys):
