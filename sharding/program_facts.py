@@ -24,6 +24,7 @@ _FREE = frozenset(
     )
 )
 _PICKS = ("gather", "dynamic-slice", "slice")
+_UPDATES = ("custom-call", "fusion", "scatter", "dynamic-update-slice")
 _PASSES = ("bitcast", "reshape", "convert", "copy", "transpose", "bitcast-convert")
 
 
@@ -293,14 +294,20 @@ def _read(inner: Computation, source: Instruction) -> int:
 
 
 def large_arrays(program: Program, least: int) -> Mapping[str, Array]:
-    """Results of at least `least` bytes that operations write in full, by instruction."""
+    """Results of at least `least` bytes that operations write anew, by instruction.
+
+    What a kernel, a fusion or an update returns in the shape of an argument is taken to be that
+    argument, updated in place.
+    """
     found = {}
     for computation, instruction, _ in executed(program):
         if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
             continue
-        operands = [computation.instructions[name] for name in instruction.operands]
-        aliased = [operand.arrays for operand in operands]
+        kept = []
+        if instruction.opcode in _UPDATES:
+            operands = [computation.instructions[name] for name in instruction.operands]
+            kept = [array for operand in operands for array in operand.arrays]
         for array in instruction.arrays:
-            if array.bytes >= least and (array,) not in aliased:
+            if array.bytes >= least and array not in kept:
                 found[instruction.name] = array
     return found
