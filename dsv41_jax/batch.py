@@ -42,7 +42,8 @@ class TokenBatch:
       num_late_rows: int32[], how many late rows are real; every logit row is one of them.
       window_from: int32[R], earliest position in a window that a row of a request may read.
       late_window_from: int32[R], likewise in layers from the last KV source on.
-      engram: rows looked up by the host, by layer: uint8[T, columns, ...].
+      engram: rows of the tables, by layer: uint8[T, columns, ...].
+      embedding: bf16[T, D] rows of the tokens where the embedding is on the host, or None.
     """
 
     token_ids: jax.Array
@@ -60,6 +61,7 @@ class TokenBatch:
     window_from: jax.Array
     late_window_from: jax.Array
     engram: dict[int, PackedRows]
+    embedding: jax.Array | None = None
 
     def late(self) -> "TokenBatch":
         """The same step as the layers from the last KV source on see it: late rows alone."""
@@ -78,4 +80,5 @@ class TokenBatch:
             logit_rows=jnp.where(wanted >= 0, place[jnp.maximum(wanted, 0)], -1),
             window_from=self.late_window_from,
             engram=jax.tree.map(lambda a: a[taken], self.engram),
+            embedding=None,
         )

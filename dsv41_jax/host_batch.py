@@ -7,6 +7,7 @@ import numpy as np
 
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.embedding_table import EmbeddingTable
 from dsv41_jax.engram_table import EngramRows
 from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.rowwise import ROW_TILE
@@ -61,6 +62,7 @@ def build_batch(
     columns: int,
     logit_rows: int,
     engram: EngramRows | None,
+    embedding: EmbeddingTable | None = None,
 ) -> TokenBatch:
     """Pads the requests' rows to a bucket.
 
@@ -72,6 +74,7 @@ def build_batch(
       columns: C of the bucket.
       logit_rows: L of the bucket.
       engram: where rows of the stage's Engram layers come from, or None if it has none.
+      embedding: the table of the first stage where it is on the host.
 
     Returns:
       A batch whose leaves are numpy arrays, or what `engram` gives.
@@ -119,6 +122,8 @@ def build_batch(
         batch.late_window_from[request] = row.late_from
         batch.logit_rows[logit : logit + row.logits] = np.arange(last - row.logits, last)
         first, logit = last, logit + row.logits
+    if embedding is not None:
+        batch = dataclasses.replace(batch, embedding=embedding.rows(batch.token_ids))
     return batch
 
 

@@ -1,7 +1,7 @@
 """A stage of the model: a range of layers; the whole model is one stage with everything."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.rowwise import ROW_TILE, map_rows
 
 Params = dict[str, Any]
+EmbeddingPlacement = Literal["device", "host"]
 NOTHING_SHARED = SharedState()
 
 
@@ -72,12 +73,15 @@ class Stage:
       layers: consecutive backbone layers.
       partition: devices that share the stage; parameters have per-device shapes.
       implementation: of the operations; see `pallas_kernels.dispatch`.
+      embedding: whether the embedding is a parameter of the first stage, or the batch brings
+        the rows of its tokens.
     """
 
     config: ModelConfig
     layers: range
     partition: Partition = WHOLE
     implementation: Implementation = "xla"
+    embedding: EmbeddingPlacement = "device"
 
     @property
     def is_first(self) -> bool:
@@ -110,7 +114,8 @@ class Stage:
         bounded replay.
 
         Args:
-          params: `layers_{i}`, and `embed` on the first stage, `norm` and `head` on the last.
+          params: `layers_{i}`, and `embed` on a first stage that has it, `norm` and `head` on
+            the last.
           state: caches of the stage's layers.
           batch: the step.
           stream: result of the stage before; None on the first.
@@ -153,8 +158,11 @@ class Stage:
 
     def embed(self, params: Params, batch: TokenBatch) -> Stream:
         """The stream of a batch's tokens: equal copies, collapsed by the first alone."""
-        embedding = Embedding(self.config, self.partition)
-        h = embedding.apply({"params": params["embed"]}, batch.token_ids)
+        if self.embedding == "host":
+            h = batch.embedding
+        else:
+            embedding = Embedding(self.config, self.partition)
+            h = embedding.apply({"params": params["embed"]}, batch.token_ids)
         copies = self.config.hc_mult
         x = jnp.broadcast_to(h[:, None], (h.shape[0], copies, h.shape[1]))
         pre = jnp.zeros((h.shape[0], copies), jnp.float32).at[:, 0].set(1)
@@ -187,7 +195,7 @@ class Stage:
         rows = ROW_TILE
         hidden = jnp.zeros((rows, config.hidden_size), jnp.bfloat16)
         params = {}
-        if self.is_first:
+        if self.is_first and self.embedding == "device":
             embedding = Embedding(config, self.partition)
             params["embed"] = embedding.init(key, jnp.zeros((rows,), jnp.int32))["params"]
         for layer in self.layers:

@@ -6,10 +6,10 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import NoReturn
 
-from dsv41_jax.engram_table import Placement
 from sharding.options import PartitionOptions, add_partition_options, partition_options
+from sharding.placement import TablePlacement, add_placement_options, placement_options
 
 DEFAULT_CONTEXT = 4096  # tokens of a request unless told otherwise: caches are allocated for it
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -29,8 +29,7 @@ class EngineOptions:
       prefix_replay: whether that includes beginnings whose window is gone, an approximation.
       decoder_replay: whether late layers compute a prompt's last window alone.
       partition: how the model is spread over devices.
-      engram_placement: where Engram tables are, see `EngramTables.open`.
-      engram_prefault: whether memory-mapped tables are read before the server is ready.
+      placement: where Engram tables and the embedding are.
     """
 
     max_model_len: int | None
@@ -41,8 +40,7 @@ class EngineOptions:
     prefix_replay: bool = False
     decoder_replay: bool = False
     partition: PartitionOptions = PartitionOptions()
-    engram_placement: Placement = "mmap"
-    engram_prefault: bool = False
+    placement: TablePlacement = TablePlacement()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,12 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         help="layers from the last KV source on compute a prompt's last window alone: faster on "
         "long prompts, and an approximation",
     )
-    engine.add_argument(
-        "--engram-placement",
-        choices=get_args(Placement),
-        default="mmap",
-        help="Engram tables as memory maps that processes share, or copied to RAM; %(default)s",
-    )
+    add_placement_options(engine)
     engine.add_argument(
         "--engram-prefault",
         action="store_true",
@@ -261,8 +254,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
             prefix_replay=given.prefix_replay,
             decoder_replay=given.decoder_replay,
             partition=partition_options(parser, given),
-            engram_placement=given.engram_placement,
-            engram_prefault=given.engram_prefault,
+            placement=placement_options(given, engram_prefault=given.engram_prefault),
         ),
         server=ServerOptions(
             host=given.host,

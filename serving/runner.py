@@ -8,6 +8,7 @@ import jax
 
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.embedding_table import EmbeddingTable
 from dsv41_jax.engram_ahead import EngramAhead
 from dsv41_jax.engram_table import EngramRows, EngramTables
 from dsv41_jax.forward import forward_and_sample
@@ -63,6 +64,7 @@ class Runner:
         params: Params,
         engram: EngramRows | None,
         *,
+        embedding: EmbeddingTable | None = None,
         limits: EngineLimits,
         cache_sizes: CacheSizes,
         token_buckets: tuple[int, ...],
@@ -72,6 +74,7 @@ class Runner:
           config: the model.
           params: its parameters, on the device.
           engram: its Engram tables, or None where it has none.
+          embedding: its embedding, where that is on the host.
           limits: sizes of a step.
           cache_sizes: pages and slots to allocate.
           token_buckets: T of each program, ascending; the last holds max_num_batched_tokens.
@@ -85,7 +88,7 @@ class Runner:
         self._config = config
         self._params = params
         self._pool = concurrent.futures.ThreadPoolExecutor(1, LOOKUP_THREAD)
-        self._engram = engram
+        self._engram, self._embedding = engram, embedding
         self._ahead: EngramAhead | None = None
         if isinstance(engram, EngramTables):
             self._engram = self._ahead = EngramAhead(engram, self._pool)
@@ -98,7 +101,7 @@ class Runner:
             global_pages=cache_sizes.global_pages,
             slots=cache_sizes.slots,
         )
-        self._stage = Stage(config, layers)
+        self._stage = Stage(config, layers, embedding="device" if embedding is None else "host")
         self._programs: dict[int, jax.stages.Compiled] = {}
 
     @property
@@ -157,4 +160,5 @@ class Runner:
             columns=self.limits.columns,
             logit_rows=self.limits.logit_rows,
             engram=self._engram,
+            embedding=self._embedding,
         )

@@ -14,7 +14,6 @@ from dsv41_jax.checkpoint import (
     open_checkpoint,
 )
 from dsv41_jax.config import ConfigError, ModelConfig
-from dsv41_jax.engram_table import EngramTables
 from dsv41_jax.hf_config import RELEASED, load_config
 from serving.async_engine import AsyncEngine
 from serving.config import DEFAULT_CONTEXT, EngineOptions
@@ -27,7 +26,7 @@ from sharding.cache_sizes import CacheBudgetError, CacheSizes
 from sharding.fit import FitError, Workload, check_devices
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import plan_stage_caches, stage_cache_bytes
-from sharding.mesh import provide_cpu_devices
+from sharding.mesh import provide_cpu_devices, stage_meshes
 from sharding.pipeline import build_pipeline
 from sharding.stage_plan import PartitionError
 
@@ -104,20 +103,17 @@ def _one_device(
     limits: EngineLimits,
     sizes: CacheSizes,
 ) -> Runner:
-    params = load_params(path, config)
+    placement = options.placement
+    params = load_params(path, config, embedding=placement.embedding == "device")
     engram = None
     if config.engram is not None:
-        engram = EngramTables.open(
-            path,
-            config,
-            tokenizer=tokenizer.backend,
-            placement=options.engram_placement,
-            prefault=options.engram_prefault,
-        )
+        (mesh,) = stage_meshes(1, 1)
+        engram = placement.open_engram(path, config, mesh, tokenizer=tokenizer.backend)
     return Runner(
         config,
         params,
         engram,
+        embedding=placement.open_embedding(path, config),
         limits=limits,
         cache_sizes=sizes,
         token_buckets=token_buckets(limits, jax.default_backend()),
@@ -153,6 +149,7 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        placement=options.placement,
     )
     check_devices(workload, jax.devices()[: workload.devices])
     if workload.devices == 1:
@@ -168,8 +165,7 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
             plan,
             tensor,
             microbatches=microbatches,
-            engram_placement=options.engram_placement,
-            engram_prefault=options.engram_prefault,
+            placement=options.placement,
         )
         runner = PipelineRunner(
             pipeline,

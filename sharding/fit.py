@@ -10,6 +10,7 @@ import jax
 from dsv41_jax.config import ConfigError, ModelConfig
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import HostBytes, StageBytes, host_bytes, stage_bytes
+from sharding.placement import TablePlacement
 from sharding.stage_plan import StagePlan
 from sharding.tensor_plan import TensorPlan
 
@@ -56,6 +57,7 @@ class Workload:
       microbatches: parts that a step is cut into.
       max_model_len, max_num_seqs, max_num_batched_tokens: see `EngineLimits`.
       kv_cache_memory_bytes: for the caches of one device; None for what the sizes need at most.
+      placement: where Engram tables and the embedding are.
     """
 
     config: ModelConfig
@@ -66,6 +68,7 @@ class Workload:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int | None = None
+    placement: TablePlacement = TablePlacement()
 
     @property
     def devices(self) -> int:
@@ -90,11 +93,12 @@ class Workload:
             self.limits(),
             microbatches=self.microbatches,
             budget=self.kv_cache_memory_bytes,
+            placement=self.placement,
         )
 
     def host(self) -> HostBytes:
         """Bytes of the hosts."""
-        return host_bytes(self.config, self.plan)
+        return host_bytes(self.config, self.plan, self.placement)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +154,11 @@ def check_devices(workload: Workload, devices: Sequence[jax.Device]) -> None:
 def _way_out(workload: Workload) -> str:
     fitting = [name for name, kind in DEVICE_KINDS.items() if fits(workload, kind.usable)]
     kinds = f"It fits {' and '.join(fitting)}" if fitting else "No known device holds it"
-    return f"{kinds}; or raise --tensor-parallel-size, or use more even stages"
+    tables = "leave Engram tables on the host (--engram-placement mmap), "
+    return (
+        f"{kinds}; or {tables if workload.placement.engram == 'device' else ''}"
+        "raise --tensor-parallel-size, or use more even stages"
+    )
 
 
 def fits(workload: Workload, usable: int) -> bool:
@@ -205,6 +213,7 @@ LABELS = {
     "expert_scales": "expert scales",
     "dense": "dense FP8",
     "embedding": "embedding, head",
+    "engram": "Engram tables",
     "other": "other parameters",
     "window": "window caches",
     "kv": "compressed KV",
@@ -258,6 +267,10 @@ def memory_facts(workload: Workload) -> dict[str, Any]:
             for stage in stages
         ],
         "host": dataclasses.asdict(workload.host()),
+        "placement": {
+            "engram": workload.placement.engram,
+            "embedding": workload.placement.embedding,
+        },
     }
 
 
@@ -302,10 +315,21 @@ def memory_text(facts: dict[str, Any]) -> list[str]:
     lines.append(_row("total", [_cell(stage["total"]) for stage in stages]))
     host = facts["host"]
     lines.append(
-        f"Hosts: {gib(host['engram'])} of Engram tables, memory-mapped; up to "
-        f"{gib(host['loading'])} of buffers while loading; disk {gib(host['disk'])}"
+        f"Hosts: {_tables_text(facts)}; up to {gib(host['loading'])} of buffers while loading; "
+        f"disk {gib(host['disk'])}"
     )
     return lines
+
+
+def _tables_text(facts: dict[str, Any]) -> str:
+    host, placement = facts["host"], facts["placement"]
+    held = "Engram tables are on the devices"
+    if placement["engram"] != "device":
+        where = "memory-mapped" if placement["engram"] == "mmap" else "in RAM"
+        held = f"{gib(host['engram'])} of Engram tables, {where}"
+    if host["embedding"]:
+        held += f"; {gib(host['embedding'])} of embedding rows, memory-mapped"
+    return held
 
 
 def fit_text(facts: dict[str, Any]) -> list[str]:

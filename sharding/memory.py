@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from dsv41_jax.checkpoint.key_map import TensorSpec, expected_tensors
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram_device import rows_per_device
 from sharding.cache_sizes import CacheBytes, CacheSizes, cache_bytes, plan_cache
 from sharding.limits import EngineLimits, round_up
+from sharding.placement import DEFAULT_PLACEMENT, TablePlacement
 from sharding.stage_plan import StageContents, StagePlan
 from sharding.tensor_plan import TensorPlan
 
@@ -34,6 +36,7 @@ class StageBytes:
       expert_scales: their scales.
       dense: FP8 linears with their scales.
       embedding: rows of the embedding and of the head.
+      engram: rows of Engram tables, where they are on the devices.
       other: BF16 and F32 parameters.
       window, kv, index_k, open_groups: caches by group.
       replicas: caches of other stages' sources, fed by the relay.
@@ -44,6 +47,7 @@ class StageBytes:
     expert_scales: int
     dense: int
     embedding: int
+    engram: int
     other: int
     window: int
     kv: int
@@ -54,8 +58,9 @@ class StageBytes:
 
     @property
     def parameters(self) -> int:
-        """Of the text model."""
-        return self.experts + self.expert_scales + self.dense + self.embedding + self.other
+        """Of the text model, tables that are on the devices included."""
+        dense = self.dense + self.embedding + self.engram + self.other
+        return self.experts + self.expert_scales + dense
 
     @property
     def caches(self) -> int:
@@ -73,12 +78,14 @@ class HostBytes:
     """What the hosts hold, over all stages.
 
     Attributes:
-      engram: Engram tables, memory-mapped or in RAM.
+      engram: Engram tables, memory-mapped or in RAM; processes share a memory map.
+      embedding: the embedding's memory map, where its rows come from the host.
       loading: buffers while parameters are loaded, at most: one layer of every stage.
       disk: the checkpoint.
     """
 
     engram: int
+    embedding: int
     loading: int
     disk: int
 
@@ -91,6 +98,7 @@ def stage_bytes(
     *,
     microbatches: int,
     budget: int | None = None,
+    placement: TablePlacement = DEFAULT_PLACEMENT,
 ) -> tuple[StageBytes, ...]:
     """Bytes on each device, by stage.
 
@@ -101,11 +109,12 @@ def stage_bytes(
       limits: sizes of the engine, which caches and temporaries follow.
       microbatches: parts that a step is cut into.
       budget: bytes for the caches of one device, or None for what the limits need at most.
+      placement: where Engram tables and the embedding are.
 
     Raises:
       ConfigError: the budget does not hold one request of max_model_len.
     """
-    parameters = [_parameters(config, stage, tensor) for stage in plan.stages]
+    parameters = [_parameters(config, stage, tensor, placement) for stage in plan.stages]
     sizes = plan_stage_caches(config, plan, limits, budget)
     return tuple(
         StageBytes(
@@ -143,7 +152,9 @@ def stage_cache_bytes(config: ModelConfig, stage: StageContents, page_size: int)
     return dataclasses.replace(own, global_page=own.global_page + replicas)
 
 
-def host_bytes(config: ModelConfig, plan: StagePlan) -> HostBytes:
+def host_bytes(
+    config: ModelConfig, plan: StagePlan, placement: TablePlacement = DEFAULT_PLACEMENT
+) -> HostBytes:
     """What the hosts of all stages need; pages of memory maps are given back under pressure."""
     expected = expected_tensors(config)
     layers = [0] * config.num_hidden_layers
@@ -156,7 +167,8 @@ def host_bytes(config: ModelConfig, plan: StagePlan) -> HostBytes:
     largest = [max(layers[layer] for layer in stage.layers) for stage in plan.stages]
     head = expected["embed.weight"].nbytes
     return HostBytes(
-        engram=engram,
+        engram=0 if placement.engram == "device" else engram,
+        embedding=head if placement.embedding == "host" else 0,
         loading=sum(max(layer, head) for layer in largest),
         disk=sum(spec.nbytes for spec in expected.values()),
     )
@@ -176,9 +188,19 @@ def device_shape(name: str, spec: TensorSpec, tensor: TensorPlan) -> tuple[int, 
 
 
 @functools.lru_cache(maxsize=64)  # a search for the largest sizes asks again and again
-def _parameters(config: ModelConfig, stage: StageContents, tensor: TensorPlan) -> Mapping[str, int]:
-    totals = dict.fromkeys(("experts", "expert_scales", "dense", "embedding", "other"), 0)
+def _parameters(
+    config: ModelConfig, stage: StageContents, tensor: TensorPlan, placement: TablePlacement
+) -> Mapping[str, int]:
+    kinds = ("experts", "expert_scales", "dense", "embedding", "engram", "other")
+    totals = dict.fromkeys(kinds, 0)
     for name, spec in expected_tensors(config).items():
+        if spec.component == "engram" and placement.engram == "device":
+            if in_stage(stage, name):
+                rows, width = spec.shape
+                totals["engram"] += rows_per_device(rows, tensor.devices) * width
+            continue
+        if name.startswith("embed.") and placement.embedding == "host":
+            continue
         if not spec.in_params or not in_stage(stage, name):
             continue
         expert = spec.component == "experts"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_table import EngramTables, Placement, read_tokenizer
+from dsv41_jax.engram_table import read_tokenizer
 from dsv41_jax.hf_config import load_config
 from dsv41_jax.host_batch import RequestRows, round_rows
 from dsv41_jax.inference import (
@@ -20,12 +20,13 @@ from dsv41_jax.inference import (
     replay_start,
     window_ring,
 )
-from dsv41_jax.model import Stage
+from dsv41_jax.model import EmbeddingPlacement, Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from dsv41_jax.state import StageState
 from pallas_kernels.dispatch import Implementation, resolve
 from sharding.mesh import stage_meshes
 from sharding.microbatch import cut_rows, microbatch_tokens, num_logits, sampling_rows
+from sharding.placement import DEFAULT_PLACEMENT, TablePlacement
 from sharding.rules import load_stage_params, parameter_specs, partition_of
 from sharding.stage_plan import PartitionError, StagePlan, check_crossings, lay_out
 from sharding.stage_runner import Bucket, StageRunner, StageStep
@@ -170,8 +171,7 @@ def build_pipeline(
     *,
     microbatches: int | None = None,
     devices: Sequence[jax.Device] | None = None,
-    engram_placement: Placement = "mmap",
-    engram_prefault: bool = False,
+    placement: TablePlacement = DEFAULT_PLACEMENT,
     implementation: Implementation | None = None,
     progress: bool = True,
 ) -> Pipeline:
@@ -186,7 +186,7 @@ def build_pipeline(
       tensor: how a stage divides over its devices; one device per stage if None.
       microbatches: parts that a step is cut into; as many as stages if None.
       devices: stage by stage, all of JAX's if None; stages may share devices.
-      engram_placement, engram_prefault: see `EngramTables.open`.
+      placement: where Engram tables and the embedding are.
       implementation: of the operations; the default of the backend if None.
       progress: whether to show progress bars on stderr.
 
@@ -202,34 +202,37 @@ def build_pipeline(
     meshes = stage_meshes(len(plan.stages), tensor.devices, devices)
     tokenizer = read_tokenizer(directory) if config.engram is not None else None
     runners = []
-    steps = stage_steps(config, plan, tensor, resolve(implementation))
+    steps = stage_steps(config, plan, tensor, resolve(implementation), placement.embedding)
     for step, mesh in zip(steps, meshes, strict=True):
         engram = None
         if step.contents.engram_layers:
             layers = step.contents.engram_layers
-            engram = EngramTables.open(
-                directory,
-                config,
-                tokenizer=tokenizer,
-                layers=layers,
-                placement=engram_placement,
-                prefault=engram_prefault,
-                progress=progress,
+            engram = placement.open_engram(
+                directory, config, mesh, layers=layers, tokenizer=tokenizer, progress=progress
             )
+        embedding = placement.open_embedding(directory, config) if step.stage.is_first else None
         specs = parameter_specs(step.stage)
         params = load_stage_params(directory, step.stage, mesh, specs, progress=progress)
-        runners.append(StageRunner(step, mesh, params, specs, engram))
+        runners.append(StageRunner(step, mesh, params, specs, engram, embedding))
     return Pipeline(config, plan, tuple(runners), microbatches or len(plan.stages))
 
 
 def stage_steps(
-    config: ModelConfig, plan: StagePlan, tensor: TensorPlan, implementation: Implementation
+    config: ModelConfig,
+    plan: StagePlan,
+    tensor: TensorPlan,
+    implementation: Implementation,
+    embedding: EmbeddingPlacement = "device",
 ) -> list[StageStep]:
     """The computation of every stage; the plan is taken as it is."""
     partition = partition_of(tensor)
     boundaries = [*plan.boundaries, None]
     return [
-        StageStep(Stage(config, contents.layers, partition, implementation), contents, boundary)
+        StageStep(
+            Stage(config, contents.layers, partition, implementation, embedding),
+            contents,
+            boundary,
+        )
         for contents, boundary in zip(plan.stages, boundaries, strict=True)
     ]
 

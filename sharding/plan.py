@@ -23,6 +23,7 @@ from sharding.options import (
     positive,
 )
 from sharding.picture import draw
+from sharding.placement import add_placement_options, placement_options
 from sharding.report import Facts, plan_facts, plan_text, refusal_facts
 from sharding.roofline_report import roofline_facts
 from sharding.stage_plan import PartitionError, StagePlan, lay_out, ranges_of
@@ -87,6 +88,7 @@ def _workload(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        placement=placement_options(args),
     )
 
 
@@ -136,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="for the caches of a device, such as 4G; what the sizes below need if left out",
     )
+    add_placement_options(sizes)
     for name, default, what in (
         ("--max-model-len", 4096, "tokens of a request"),
         ("--max-num-seqs", 16, "requests that run at once"),

@@ -97,5 +97,10 @@ def load_stage_params(
 
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return load_params(
-        path, stage.config, layers=stage.layers, shardings=shardings, progress=progress
+        path,
+        stage.config,
+        layers=stage.layers,
+        shardings=shardings,
+        embedding=stage.embedding == "device",
+        progress=progress,
     )

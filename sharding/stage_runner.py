@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.batch import TokenBatch
+from dsv41_jax.embedding_table import EmbeddingTable
 from dsv41_jax.engram_table import EngramRows
 from dsv41_jax.forward import COMPILER_OPTIONS
 from dsv41_jax.host_batch import RequestRows, build_batch
@@ -103,6 +104,7 @@ class StageRunner:
       mesh: the stage's devices.
       params: parameters of the stage's layers, sharded over the mesh.
       engram: where rows of the stage's Engram layers come from, or None where it has none.
+      embedding: the embedding of a first stage that leaves it on the host.
       program: the jitted step; compiled once for each bucket.
     """
 
@@ -113,6 +115,7 @@ class StageRunner:
         params: Params,
         specs: Params,
         engram: EngramRows | None,
+        embedding: EmbeddingTable | None = None,
     ) -> None:
         """
         Args:
@@ -120,12 +123,13 @@ class StageRunner:
           mesh: the stage's devices.
           params: see above.
           specs: how they are sharded.
-          engram: see above.
+          engram, embedding: see above.
         """
         self.step = step
         self.mesh = mesh
         self.params = params
         self.engram = engram
+        self.embedding = embedding
         self.program = stage_program(step, mesh, specs)
 
     def with_engram(self, engram: EngramRows) -> "StageRunner":
@@ -153,9 +157,13 @@ class StageRunner:
         return jax.jit(make, out_shardings=replicated(self.mesh))()
 
     def batch(self, rows: Sequence[RequestRows], bucket: Bucket) -> TokenBatch:
-        """A microbatch with the Engram rows of this stage's layers."""
+        """A microbatch with the table rows that this stage's layers read."""
         return build_batch(
-            self.step.stage.config, rows, **dataclasses.asdict(bucket), engram=self.engram
+            self.step.stage.config,
+            rows,
+            **dataclasses.asdict(bucket),
+            engram=self.engram,
+            embedding=self.embedding,
         )
 
     def place(self, value: Any) -> Any:

@@ -33,6 +33,8 @@ FLOORS = {
     "checkpoint": 5,
     "engram_table": 5,
     "engram_ahead": 5,
+    "engram_device": 5,
+    "embedding_table": 5,
     "host_batch": 5,
     "forward": 5,
     "inference": 5,

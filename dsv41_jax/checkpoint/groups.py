@@ -67,13 +67,16 @@ def _checked_layers(config: ModelConfig, layers: range | None) -> range:
     return layers
 
 
-def parameter_groups(config: ModelConfig, layers: range | None = None) -> list[ParameterGroup]:
+def parameter_groups(
+    config: ModelConfig, layers: range | None = None, *, embedding: bool = True
+) -> list[ParameterGroup]:
     """The leaves of a stage's parameter tree, in layer order.
 
     Args:
       config: the model.
       layers: consecutive backbone layers, all if None. The embedding belongs to the first
         layer, the final norm and the head to the last.
+      embedding: whether the embedding is among the first layer's.
     """
     layers = _checked_layers(config, layers)
     members: dict[tuple[str, ...], list[tuple[str, TensorSpec, bool]]] = {}
@@ -81,7 +84,7 @@ def parameter_groups(config: ModelConfig, layers: range | None = None) -> list[P
         if not spec.in_params:
             continue
         path = parameter_path(name)
-        if _in_stage(config, layers, path.keys):
+        if _in_stage(config, layers, path.keys) and (embedding or path.keys[0] != "embed"):
             stacked = path.expert is not None
             members.setdefault(path.keys, []).append((name, spec, stacked))
     groups = []

@@ -75,6 +75,7 @@ def load_params(
     *,
     layers: range | None = None,
     shardings: Shardings | None = None,
+    embedding: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Loads the text model's parameters, as stored, to devices.
@@ -89,6 +90,7 @@ def load_params(
       shardings: one `NamedSharding` for each leaf, in the shape of the result; None puts
         everything on the default device. Experts that do not divide over their mesh axes are
         padded with zeros.
+      embedding: whether the embedding is wanted, or stays in the files.
       progress: whether to show a progress bar with rate and remaining time on stderr.
 
     Returns:
@@ -98,7 +100,7 @@ def load_params(
       CheckpointError: the directory is not a complete checkpoint of this configuration.
       ValueError: `layers` are not layers of the model.
     """
-    groups = parameter_groups(config, layers)
+    groups = parameter_groups(config, layers, embedding=embedding)
     checkpoint = open_checkpoint(path, config)
     manifest = Manifest.read(path)
     arrays: dict[tuple[str, ...], jax.Array] = {}

@@ -8,6 +8,7 @@ from serving import startup
 from serving.config import parse_options
 from serving.main import main
 from sharding.fit import FitError
+from sharding.placement import TablePlacement
 
 TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_a"
 
@@ -25,6 +26,8 @@ def test_model_that_does_not_fit_ends_with_four_before_it_is_loaded(monkeypatch,
 
 def test_engram_options_are_read():
     options = parse_options(["--engram-placement", "ram", "--engram-prefault"]).engine
-    assert (options.engram_placement, options.engram_prefault) == ("ram", True)
+    assert options.placement == TablePlacement(engram="ram", engram_prefault=True)
+    options = parse_options(["--engram-placement", "device", "--embedding-placement", "host"])
+    assert options.engine.placement == TablePlacement(engram="device", embedding="host")
     with pytest.raises(SystemExit):
         parse_options(["--engram-placement", "disk"])
