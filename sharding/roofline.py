@@ -1,9 +1,10 @@
 """The least time a step can take: bytes and operations that no program avoids.
 
-Counted per device, from the configuration alone, operation by operation as the model defines
-them: every parameter an operation multiplies by is read once, every cache row it needs once per
-request, every argument and result once, in bf16 unless the model keeps float32. Operations follow
-each other, so the bound of a step is the sum of theirs.
+Counted per device, from the configuration alone, operation by operation as `pallas_kernels`
+defines them: every parameter an operation multiplies by is read once, every cache row it needs
+once per request, every other argument and result once. Elementwise work between them is left out,
+it can be part of its neighbours; so are incomplete groups and block tables, which are small.
+Operations follow each other, so the bound of a step is the sum of theirs.
 """
 
 import dataclasses
@@ -13,13 +14,14 @@ import re
 import types
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from dsv41_jax.checkpoint.key_map import expected_tensors
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import LayerSpec, layer_spec
-from pallas_kernels import hyper_connections
+from pallas_kernels import dense_matmul, hyper_connections, rms_norm, scaled_matmul
 from sharding.memory import device_shape, in_stage
 from sharding.stage_plan import Boundary, StageContents
 from sharding.tensor_plan import TensorPlan
@@ -115,7 +117,7 @@ def roofline(
 
     A decode step has tokens == requests; a prefill step has more. Every request has the same
     number of tokens, wants logits of its last one, and has `context` tokens in the caches
-    already. Incomplete groups, block tables and rope tables are left out: they are small.
+    already.
 
     Args:
       config: the model.
@@ -236,10 +238,6 @@ class _Step:
         if devices > 1:
             self.add(op, sent=(devices - 1) / devices * size)
 
-    def visible(self, ratio: int) -> int:
-        """Compressed rows that the step's tokens see, summed over them."""
-        return self.requests * int(np.sum((self.positions + 1) // ratio))
-
     def embedding(self) -> None:
         """Rows of the vocabulary, then equal copies of them."""
         config, tokens = self.config, self.tokens
@@ -251,7 +249,7 @@ class _Step:
     def head(self, head: Mapping[str, Parameter], norm: Mapping[str, Parameter]) -> None:
         """Logits of each request's last row."""
         self.stream_op("collapse_norm", norm, self.requests)
-        self.linear("head", head["weight"], self.requests, F32)
+        self.dense("head", head["weight"], self.requests)
         self.gather("all-gather of head", F32 * self.requests * self.config.vocab_size)
 
     def layer(self, spec: LayerSpec, held: Mapping[str, Parameter]) -> None:
@@ -273,45 +271,32 @@ class _Step:
 
     def stream_op(self, op: hyper_connections.Op, held: Mapping[str, Parameter], rows: int) -> None:
         """An operation of the hyper-connections on `rows` rows."""
-        moved, flops = _stream_op(op, rows, self.config.hc_mult, self.config.hidden_size)
+        copies, hidden = self.config.hc_mult, self.config.hidden_size
+        shape = hyper_connections.Shape(name=op, op=op, rows=rows, copies=copies, hidden=hidden)
+        self.counted(f"hc.{op}", hyper_connections, shape, held)
+
+    def counted(self, op: str, module: Any, shape: Any, held: Mapping[str, Parameter]) -> None:
+        """An operation of a module that counts its own bytes and flops, and its parameters."""
+        moved, flops = _counted(module, shape)
         parameters = _nbytes(held)
-        self.add(f"hc.{op}", parameters=parameters, activations=moved - parameters, flops=flops)
+        self.add(op, parameters=parameters, activations=moved - parameters, flops=flops)
 
-    def linear(
-        self,
-        op: str,
-        weight: Parameter,
-        rows: int,
-        result: int = BF16,
-        *,
-        scale: Parameter | None = None,
-        inputs: int | None = None,
-    ) -> None:
-        """A product with weight [N, K] of `rows` rows.
-
-        Args:
-          op: what to count it as.
-          weight: its share here.
-          rows: of the input.
-          result: bytes of an element of it.
-          scale: of an FP8 weight.
-          inputs: channels of a row, where they are not K.
-        """
-        outputs, width = weight.shape
-        read = BF16 * (width if inputs is None else inputs)
-        self.add(
-            op,
-            parameters=weight.nbytes + (0 if scale is None else scale.nbytes),
-            activations=rows * (read + result * outputs),
-            flops=2 * rows * outputs * width,
-        )
+    def dense(self, op: str, weight: Parameter, rows: int) -> None:
+        """A product of `rows` rows with a bf16 weight."""
+        outputs, inputs = weight.shape
+        shape = dense_matmul.Shape(name=op, rows=rows, outputs=outputs, inputs=inputs)
+        self.counted(op, dense_matmul, shape, {"weight": weight})
 
     def quantized(
-        self, op: str, held: Mapping[str, Parameter], name: str, *, inputs: int | None = None
+        self, op: str, held: Mapping[str, Parameter], name: str, *, groups: int = 0
     ) -> None:
-        """A product with the FP8 weight `name` of all tokens."""
-        weight, scale = held[f"{name}.weight"], held[f"{name}.scale"]
-        self.linear(op, weight, self.tokens, scale=scale, inputs=inputs)
+        """A product of all tokens with the FP8 weight `name`."""
+        both = {part: held[f"{name}.{part}"] for part in ("weight", "scale")}
+        outputs, inputs = both["weight"].shape
+        shape = scaled_matmul.Shape(
+            name=op, rows=self.tokens, outputs=outputs, inputs=inputs, groups=groups
+        )
+        self.counted(op, scaled_matmul, shape, both)
 
     def engram(self, held: Mapping[str, Parameter]) -> None:
         """Table rows from the host, their projection, and the gate."""
@@ -329,63 +314,62 @@ class _Step:
         """What a layer writes to its caches, chooses and attends to."""
         config, tokens, dim = self.config, self.tokens, self.config.head_dim
         self.quantized("attn.wkv", held, "attn.wkv")
-        window_row = dim + dim // 32
-        self.add(
-            "kv_write",
-            parameters=_nbytes(held, "attn.kv_norm.weight"),
-            caches=tokens * window_row,
-            activations=BF16 * tokens * dim,
-        )
+        self.write(held["attn.kv_norm.weight"], tokens, dim + dim // 32)
         if spec.owns_kv:
             self.compress(spec, held)
         self.quantized("attn.wq_a", held, "attn.wq_a")
-        latent = 2 * BF16 * tokens * config.q_lora_rank
-        self.add("q_norm", parameters=_nbytes(held, "attn.q_norm.weight"), activations=latent)
+        norm = rms_norm.Shape(name="q_norm", rows=tokens, channels=config.q_lora_rank)
+        self.counted("q_norm", rms_norm, norm, {"weight": held["attn.q_norm.weight"]})
         if spec.owns_index:
             self.index(spec, held)
         self.quantized("attn.wq_b", held, "attn.wq_b")
         self.attend(spec, held)
-        inputs = self.tensor.heads * dim
-        self.quantized("attn.wo_a", held, "attn.wo_a", inputs=inputs)
+        self.quantized("attn.wo_a", held, "attn.wo_a", groups=self.tensor.output_groups)
         self.quantized("attn.wo_b", held, "attn.wo_b")
         self.reduce("all-reduce of wo_b", F32 * tokens * config.hidden_size)
+
+    def write(self, norm: Parameter, rows: int, row_bytes: int) -> None:
+        """Rows normalized, turned and written to a cache."""
+        channels, turning = norm.shape[0], self.config.qk_rope_head_dim
+        self.add(
+            "kv_write",
+            parameters=norm.nbytes,
+            caches=rows * row_bytes,
+            activations=rows * (BF16 * channels + F32 * turning + I32),
+            flops=rows * (5 * channels + 3 * turning),
+        )
 
     def compress(self, spec: LayerSpec, held: Mapping[str, Parameter]) -> None:
         """Latents and index keys of the groups that the step completes."""
         dim, key = self.config.head_dim, self.config.index_head_dim
         for name in ("wkv", "wgate"):
             if f"attn.compressor.{name}.weight" in held:
-                weight = held[f"attn.compressor.{name}.weight"]
-                self.linear("compressor", weight, self.tokens, F32)
+                self.dense("compressor", held[f"attn.compressor.{name}.weight"], self.tokens)
         groups = self.requests * int(np.sum((self.positions + 1) % spec.ratio == 0))
-        self.linear("indexer.wk", held["attn.indexer.wk.weight"], groups)
-        for width, row, norm in (
-            (dim, dim // 2 + dim // 16, "attn.compressor.norm.weight"),
-            (key, key // 2 + key // 32, "attn.indexer.k_norm.weight"),
-        ):
-            self.add(
-                "kv_write",
-                parameters=_nbytes(held, norm),
-                caches=groups * row,
-                activations=BF16 * groups * width,
-            )
+        self.dense("indexer.wk", held["attn.indexer.wk.weight"], groups)
+        self.write(held["attn.compressor.norm.weight"], groups, dim // 2 + dim // 16)
+        self.write(held["attn.indexer.k_norm.weight"], groups, key // 2 + key // 32)
 
     def index(self, spec: LayerSpec, held: Mapping[str, Parameter]) -> None:
         """Scores of all visible index keys, and the best of them."""
         config, tokens = self.config, self.tokens
         self.quantized("indexer.wq_b", held, "attn.indexer.wq_b")
-        self.linear("indexer.weights_proj", held["attn.indexer.weights_proj.weight"], tokens)
+        self.dense("indexer.weights_proj", held["attn.indexer.weights_proj.weight"], tokens)
         heads, dim = config.index_n_heads, config.index_head_dim
-        keys = self.requests * (int(self.positions[-1] + 1) // spec.ratio)
-        visible = self.visible(spec.ratio)
+        keys = int(self.positions[-1] + 1) // spec.ratio
+        visible = self.requests * int(np.sum((self.positions + 1) // spec.ratio))
         self.add(
             "index_scores",
-            caches=keys * (dim // 2 + dim // 32),
-            activations=BF16 * tokens * heads * (dim + 1) + F32 * visible,
-            flops=2 * visible * heads * (dim + 1),
+            caches=self.requests * keys * (dim // 2 + dim // 32),
+            activations=tokens * heads * (F32 * dim + BF16) + F32 * visible,
+            flops=2 * visible * heads * dim,
         )
+        blocks = tokens * -(-keys // config.candidate_block_size)  # a byte of the mask for each
+        if spec.publishes_candidates:
+            self.add("index_candidates", activations=F32 * visible + blocks)
+        masked = blocks if spec.candidate_source is not None else 0
         topk = I32 * tokens * config.index_topk
-        self.add("index_topk", activations=F32 * visible + topk)
+        self.add("index_topk", activations=F32 * visible + masked + topk)
 
     def attend(self, spec: LayerSpec, held: Mapping[str, Parameter]) -> None:
         """Window and chosen rows, of which a request's tokens share what they can."""
@@ -393,7 +377,7 @@ class _Step:
         window = np.minimum(self.positions + 1, config.sliding_window)
         read = min(self.context, config.sliding_window - 1) + len(self.positions)
         keys, caches = int(window.sum()), read * (dim + dim // 32)
-        slots = config.sliding_window
+        slots, turning = config.sliding_window, config.qk_rope_head_dim
         if spec.ratio:
             latents = (self.positions + 1) // spec.ratio
             chosen = int(np.minimum(latents, config.index_topk).sum())
@@ -404,14 +388,14 @@ class _Step:
             "sparse_attention",
             parameters=_nbytes(held, "attn.attn_sink"),
             caches=self.requests * caches,
-            activations=self.tokens * (2 * BF16 * heads * dim + I32 * slots),
+            activations=self.tokens * (2 * BF16 * heads * dim + I32 * slots + F32 * turning),
             flops=4 * self.requests * keys * heads * dim,
         )
 
     def feed_forward(self, held: Mapping[str, Parameter]) -> None:
         """Gate, routed experts and the shared one."""
         config, tensor, tokens = self.config, self.tensor, self.tokens
-        self.linear("ffn.gate", held["ffn.gate.weight"], tokens, F32)
+        self.dense("ffn.gate", held["ffn.gate.weight"], tokens)
         biases = _nbytes(held, "ffn.gate.bias", "ffn.gate.bias_vl")
         chosen = (F32 + I32) * tokens * config.num_experts_per_tok
         scores = F32 * tokens * config.n_routed_experts
@@ -422,7 +406,7 @@ class _Step:
         self.add(
             "ffn.experts",
             parameters=self.experts / spread * one,
-            activations=tokens * config.hidden_size * (BF16 + F32),
+            activations=tokens * config.hidden_size * (BF16 + F32) + chosen,
             flops=2 * tokens * config.num_experts_per_tok * width,
         )
         if config.n_shared_experts:
@@ -433,10 +417,9 @@ class _Step:
         self.reduce("all-reduce of ffn", parts * F32 * tokens * config.hidden_size)
 
 
-@functools.lru_cache(maxsize=64)  # every layer asks for the same
-def _stream_op(op: hyper_connections.Op, rows: int, copies: int, hidden: int) -> tuple[int, int]:
-    shape = hyper_connections.Shape(name=op, op=op, rows=rows, copies=copies, hidden=hidden)
-    return hyper_connections.bytes(shape), hyper_connections.flops(shape)
+@functools.lru_cache(maxsize=1024)  # every layer asks for the same
+def _counted(module: Any, shape: Any) -> tuple[int, int]:
+    return module.bytes(shape), module.flops(shape)
 
 
 def _nbytes(held: Mapping[str, Parameter], *names: str) -> int:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dsv41_jax.hf_config import load_config
-from pallas_kernels import hyper_connections
+from pallas_kernels import grouped_matmul, hyper_connections, kv_write, sparse_attention
 from sharding.limits import engine_limits
 from sharding.memory import stage_bytes
 from sharding.roofline import CHIPS, Row, active_experts, roofline, step_seconds
@@ -114,7 +114,7 @@ def test_index_scores_read_every_visible_key_once_per_request(released, whole):
     ratios = [released.compress_ratios[layer] for layer in released.index_source_layer_ids]
     visible = sum(8192 // ratio for ratio in ratios)
     assert rows["index_scores"].caches == 2 * 68 * visible
-    assert rows["index_scores"].flops == 2 * 2 * 32 * 129 * visible
+    assert rows["index_scores"].flops == 2 * 2 * 32 * 128 * visible
 
 
 def test_caches_are_written_with_every_token_and_every_complete_group(released, whole):
@@ -150,6 +150,41 @@ def test_hyper_connections_count_what_their_kernels_do(released, whole):
             assert row.calls == calls
             assert row.bytes == calls * hyper_connections.bytes(shape)
             assert row.flops == calls * hyper_connections.flops(shape)
+
+
+def test_attention_counts_what_its_kernel_does_once_every_slot_is_used(released, whole):
+    rows = rows_of(released, whole, 2, tokens=16, requests=16)
+    attention = rows["sparse_attention"]
+    shapes = {shape.name: shape for shape in sparse_attention.SHAPES}
+    window_only = sum(1 for ratio in released.compress_ratios[:LAYERS] if not ratio)
+    kinds = ((shapes["decode 16 tp2 window"], window_only),)
+    kinds += ((shapes["decode 16 tp2"], LAYERS - window_only),)
+    assert attention.flops == sum(n * sparse_attention.flops(shape) for shape, n in kinds)
+    moved = sum(n * sparse_attention.bytes(shape) for shape, n in kinds)
+    assert attention.bytes - attention.parameters == moved
+
+
+def test_cache_writes_count_what_their_kernel_does(released, whole):
+    rows = rows_of(released, whole, tokens=64, requests=64)
+    shapes = {shape.row_format: shape for shape in kv_write.SHAPES if shape.rows == 64}
+    sources = len(released.kv_source_layer_ids)  # every group is complete at position 4095
+    for field, counted in (("bytes", kv_write.bytes), ("flops", kv_write.flops)):
+        groups = counted(shapes["kv"]) + counted(shapes["index_k"])
+        assert getattr(rows["kv_write"], field) == LAYERS * counted(shapes["window"]) + (
+            sources * groups
+        )
+
+
+@pytest.mark.parametrize(("partition", "devices"), [("tp1", 1), ("tp2", 2), ("ep2", 2)])
+def test_experts_count_what_their_kernel_does(released, whole, partition, devices):
+    shape = next(s for s in grouped_matmul.SHAPES if s.name == f"decode 16 {partition}")
+    expert_parallel = partition == "ep2"
+    active = 96 / devices if expert_parallel else 96
+    rows = rows_of(
+        released, whole, devices, expert_parallel=expert_parallel, tokens=16, requests=16, active=96
+    )
+    assert rows["ffn.experts"].flops == LAYERS * grouped_matmul.flops(shape)
+    assert rows["ffn.experts"].bytes == LAYERS * grouped_matmul.bytes(shape, active)
 
 
 def test_devices_of_a_stage_send_what_sums_and_boundaries_take(released, halves):
