@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,32 +23,27 @@ class Blocks:
 
     Attributes:
       outputs: outputs of a program, a divisor of all.
-      inputs: inputs of a step, a divisor of all; they decide the order of the sum.
+      inputs: inputs of a step; the last ones are taken in halves of it where they must be.
       num_warps: warps of a program.
       num_stages: steps in flight.
     """
 
     outputs: int
-    inputs: int
+    inputs: int = 128
     num_warps: int = 4
     num_stages: int = 4
 
 
-def gate_up_blocks(outputs: int, inputs: int) -> Blocks:
-    """Blocks of w1 and w3: narrow enough that one row's experts fill the device."""
-    widest = 64 if outputs >= 1024 else 32
-    return Blocks(
-        outputs=kernel_math.largest_power_of_two_divisor(outputs, widest),
-        inputs=kernel_math.largest_power_of_two_divisor(inputs, 128),
-    )
+def gate_up_blocks(outputs: int) -> Blocks:
+    """Blocks of w1 and w3: narrow, so that the experts of one row fill the device."""
+    if outputs < 1024:
+        return Blocks(kernel_math.largest_power_of_two_divisor(outputs, 32))
+    return Blocks(kernel_math.largest_power_of_two_divisor(outputs, 64), num_warps=8)
 
 
-def down_blocks(outputs: int, inputs: int) -> Blocks:
-    """Blocks of w2, which has many outputs and few inputs."""
-    return Blocks(
-        outputs=kernel_math.largest_power_of_two_divisor(outputs, 64),
-        inputs=kernel_math.largest_power_of_two_divisor(inputs, 128),
-    )
+def down_blocks(outputs: int) -> Blocks:
+    """Blocks of w2, which has many outputs."""
+    return Blocks(kernel_math.largest_power_of_two_divisor(outputs, 64))
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +108,7 @@ def gate_up(
       assigned.
     """
     experts, features, _ = w1[0].shape
-    blocks = gate_up_blocks(features, x.shape[1])
+    blocks = gate_up_blocks(features)
 
     arguments = (*plan.arrays(), x, weights, *_words(w1), *_words(w3))
     whole = [dispatch.whole(a) for a in arguments[:6]]
@@ -153,7 +150,7 @@ def down(
       is assigned.
     """
     features = w2[0].shape[1]
-    blocks = down_blocks(features, hidden.shape[1])
+    blocks = down_blocks(features)
     arguments = (plan.expert, plan.first, plan.count, hidden, *_words(w2))
     shape = (hidden.shape[0], features)
     return dispatch.launch(
@@ -216,16 +213,15 @@ def _gate_up(
         assignments = order_ref[places]
         rows = assignments // chosen
 
-        def step(k: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            inputs = _inputs(x_ref, rows, k, blocks)
-            gate = sums[0] + _product(inputs, w1_ref, s1_ref, expert, k, blocks)
-            return gate, sums[1] + _product(inputs, w3_ref, s3_ref, expert, k, blocks)
+        def step(sums: tuple[jax.Array, ...], at: _Step) -> tuple[jax.Array, ...]:
+            inputs = _inputs(x_ref, rows, at)
+            gate = sums[0] + _product(inputs, w1_ref, s1_ref, expert, at)
+            return gate, sums[1] + _product(inputs, w3_ref, s3_ref, expert, at)
 
         zeros = jnp.zeros((ROW_BLOCK, blocks.outputs), jnp.float32)
-        steps = x_ref.shape[1] // blocks.inputs
         gate, up = (
-            a.astype(jnp.bfloat16).astype(jnp.float32)
-            for a in jax.lax.fori_loop(0, steps, step, (zeros, zeros))
+            total.astype(jnp.bfloat16).astype(jnp.float32)
+            for total in _sum_steps(step, (zeros, zeros), x_ref.shape[1], blocks)
         )
         hidden = swiglu(gate, up, limit) * weights_ref[assignments][:, None]
         hidden = hidden.astype(jnp.bfloat16).astype(jnp.float32)
@@ -255,12 +251,11 @@ def _down(
         first = first_ref[block]
         places = _places(first, count)
 
-        def step(k: jax.Array, total: jax.Array) -> jax.Array:
-            inputs = _inputs(hidden_ref, places, k, blocks)
-            return total + _product(inputs, w2_ref, s2_ref, expert, k, blocks)
+        def step(total: jax.Array, at: _Step) -> jax.Array:
+            return total + _product(_inputs(hidden_ref, places, at), w2_ref, s2_ref, expert, at)
 
         zeros = jnp.zeros((ROW_BLOCK, blocks.outputs), jnp.float32)
-        total = jax.lax.fori_loop(0, hidden_ref.shape[1] // blocks.inputs, step, zeros)
+        total = _sum_steps(step, zeros, hidden_ref.shape[1], blocks)
         _store(out_ref, total.astype(out_ref.dtype), first, count, part)
 
 
@@ -269,12 +264,37 @@ def _places(first: jax.Array, count: jax.Array) -> jax.Array:
     return first + jnp.minimum(jnp.arange(ROW_BLOCK), count - 1)
 
 
-def _inputs(
-    ref: jax.Ref, rows: jax.Array, k: jax.Array, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
-    """bf16[BM, BK / 2] of one step, even and odd columns of rows that hold the even ones first."""
-    half = blocks.inputs // 2
-    columns = k * half + jnp.arange(half)[None, :]
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Inputs start + k * size and on; offsets are products, so that loads stay aligned."""
+
+    start: int
+    k: jax.Array
+    size: int
+
+    def first(self, per: int) -> jax.Array:
+        """The first of them, counted in units of `per` inputs."""
+        return self.start // per + self.k * (self.size // per)
+
+
+def _sum_steps(step: Callable[..., Any], zeros: Any, inputs: int, blocks: Blocks) -> Any:
+    """Adds up `step(sums, inputs of the step)`, in an order fixed by the number of inputs."""
+    sums, start, size = zeros, 0, blocks.inputs
+    while start < inputs:
+        steps = (inputs - start) // size
+
+        def advance(k: jax.Array, sums: Any, start: int = start, size: int = size) -> Any:
+            return step(sums, _Step(start, k, size))
+
+        if steps:
+            sums = jax.lax.fori_loop(0, steps, advance, sums)
+        start, size = start + steps * size, size // 2
+    return sums
+
+
+def _inputs(ref: jax.Ref, rows: jax.Array, at: _Step) -> tuple[jax.Array, jax.Array]:
+    """bf16[BM, size / 2]: even and odd columns of rows that hold the even ones first."""
+    columns = at.first(2) + jnp.arange(at.size // 2)[None, :]
     rows = rows[:, None]
     return ref[rows, columns], ref[rows, ref.shape[1] // 2 + columns]
 
@@ -284,18 +304,17 @@ def _product(
     words_ref: jax.Ref,
     scales_ref: jax.Ref,
     expert: jax.Array,
-    k: jax.Array,
-    blocks: Blocks,
+    at: _Step,
 ) -> jax.Array:
     """float32[BM, BN] of one step: exact products, those of even inputs summed first."""
-    words, groups = blocks.inputs // 8, blocks.inputs // formats.FP4_BLOCK
-    word = words_ref[expert, :, pl.ds(k * words, words)]
-    scale = kernel_math.decode_e8m0(scales_ref[expert, :, pl.ds(k * groups, groups)])
-    scale = scale * np.float32(_E2M1_SCALE)
+    outputs, groups = words_ref.shape[1], at.size // formats.FP4_BLOCK
+    word = words_ref[expert, :, pl.ds(at.first(8), at.size // 8)]
+    scale = scales_ref[expert, :, pl.ds(at.first(formats.FP4_BLOCK), groups)]
+    scale = kernel_math.decode_e8m0(scale) * np.float32(_E2M1_SCALE)
 
     def weight(codes: jax.Array) -> jax.Array:
-        scaled = codes.reshape(blocks.outputs, groups, -1) * scale[:, :, None]
-        return scaled.reshape(blocks.outputs, -1).astype(jnp.bfloat16)
+        scaled = codes.reshape(outputs, groups, -1) * scale[:, :, None]
+        return scaled.reshape(outputs, -1).astype(jnp.bfloat16)
 
     even, odd = (weight(codes) for codes in _decode_e2m1_words(word))
     return triton.dot(inputs[0], even, trans_b=True) + triton.dot(inputs[1], odd, trans_b=True)

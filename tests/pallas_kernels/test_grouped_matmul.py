@@ -147,7 +147,7 @@ def test_an_empty_batch_gives_no_rows():
 
 
 def test_a_row_does_not_depend_on_its_batch():
-    x, experts, weights, *packed = make(dataclasses.replace(TINY, rows=64))
+    x, experts, weights, *packed = make(dataclasses.replace(TINY, rows=48))
     together = run((x, experts, weights, *packed))
     for rows in (slice(3, 4), slice(0, 16), slice(1, 17)):
         alone = run((x[rows], experts[rows], weights[rows], *packed))
@@ -189,10 +189,9 @@ def test_blocks_suffice_for_the_worst_split(assignments, experts):
 
 def test_blocks_divide_every_released_weight():
     for shape in SHAPES:
-        up = grouped_kernels.gate_up_blocks(shape.intermediate, shape.hidden)
-        down = grouped_kernels.down_blocks(shape.hidden, shape.intermediate)
-        assert shape.intermediate % up.outputs == 0 == shape.hidden % up.inputs
-        assert shape.hidden % down.outputs == 0 == shape.intermediate % down.inputs
+        up = grouped_kernels.gate_up_blocks(shape.intermediate)
+        assert shape.intermediate % up.outputs == 0
+        assert shape.hidden % grouped_kernels.down_blocks(shape.hidden).outputs == 0
         # A hidden row is quantized where it is made, in groups of its own program.
         assert up.outputs % formats.FP8_BLOCK == 0
 
