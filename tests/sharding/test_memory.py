@@ -27,6 +27,7 @@ from sharding.fit import (
     parse_devices,
 )
 from sharding.memory import plan_stage_caches, stage_bytes, stage_cache_bytes
+from sharding.placement import TablePlacement
 from sharding.relay import add_replicas
 from sharding.rules import partition_of
 from sharding.stage_plan import build_stage_plan
@@ -138,6 +139,34 @@ def test_figures_of_the_reference_partition():
         assert (stage.experts + stage.expert_scales) / GIB == pytest.approx(67.24, abs=0.01)
         assert stage.embedding / GIB == pytest.approx(0.62, abs=0.01)
     assert first.kv + first.index_k > 0.9 * (second.kv + second.index_k)
+
+
+def test_tables_count_where_they_are():
+    plan = PLANS["TP2 x PP2"]
+    host = workload(*plan)
+    placed = workload(*plan, placement=TablePlacement(engram="device", embedding="host"))
+    tables = sum(host.config.engram.num_embeddings) * 264
+    assert host.host().engram == tables and placed.host().engram == 0
+    before, after = host.stages(), placed.stages()
+    assert [stage.engram for stage in before] == [0, 0]
+    assert tables / 2 <= after[0].engram <= tables / 2 + 2 * 264 and after[1].engram == 0
+    assert before[0].embedding == 129280 * 5120 and after[0].embedding == 0
+    assert after[1].embedding == before[1].embedding
+    assert placed.host().embedding == 129280 * 5120 * 2 and host.host().embedding == 0
+    for old, new in zip(before, after, strict=True):
+        assert new.total == old.total + new.engram - (old.embedding - new.embedding)
+
+
+def test_tables_that_devices_cannot_hold_are_named(capsys):
+    partition = ["--model", "released", "--pipeline-stages", "20,20", "--tensor-parallel-size", "2"]
+    devices = ["--devices", "4xh200-141"]
+    assert plan_command.main([*partition, *devices]) == 0
+    assert "of Engram tables, memory-mapped;" in capsys.readouterr().out
+    assert plan_command.main([*partition, *devices, "--engram-placement", "device"]) == 4
+    printed = capsys.readouterr()
+    assert "The largest: Engram tables 94.4" in printed.err
+    assert "(--engram-placement mmap)" in printed.err
+    assert "Engram tables are on the devices;" in printed.out
 
 
 def test_every_stage_gets_the_pages_of_the_poorest():
@@ -270,4 +299,4 @@ def test_picture_has_a_bar_for_every_stage(capsys, tmp_path):
     for text in ("Memory of each device", "device: 138.3 GiB", "routed experts", "139.20 GiB"):
         assert text in texts
     titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 4 * 11 and "expert scales: 7.91 GiB" in titles
+    assert len(titles) == 4 * 12 and "expert scales: 7.91 GiB" in titles
