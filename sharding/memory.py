@@ -201,11 +201,11 @@ def _parameters(
             continue
         if name.startswith("embed.") and placement.embedding == "host":
             continue
-        if not spec.in_params or not in_stage(stage, name):
-            continue
         expert = spec.component == "experts"
         if expert and ".experts.0." not in name:
             continue  # all experts of a layer are alike
+        if not spec.in_params or not in_stage(stage, name):
+            continue
         share = math.prod(device_shape(name, spec, tensor))
         share *= spec.nbytes // math.prod(spec.shape)
         key = "expert_scales" if expert and name.endswith("scale") else spec.component
