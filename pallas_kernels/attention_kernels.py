@@ -86,23 +86,26 @@ def attend(
     caches = (window,) if chosen is None else (window, chosen)
     splits = sum(pl.cdiv(s.shape[1], blocks.split) for s in slots)
 
-    def run(chunk: tuple[Any, ...]) -> jax.Array:
-        q, slots, cos, sin = chunk
+    def run(q: jax.Array, slots: tuple[jax.Array, ...], *angles: jax.Array) -> jax.Array:
         partial = _attend_splits(q, slots, caches, splits, blocks, scale, implementation)
-        return _join(*partial, sink, cos, sin, implementation)
+        return _join(*partial, sink, *angles, implementation)
 
     most = max(_PARTIAL_BYTES // (splits * heads * dim * 4), 1)
     size = 1 << (most.bit_length() - 1)
-    arguments = (q, slots, cos, sin)
     if rows <= size:
-        return run(arguments)
+        return run(q, slots, cos, sin)
     padding = -rows % size
+    q, *others = jax.tree.map(
+        lambda a: jnp.pad(a, ((0, padding), *[(0, 0)] * (a.ndim - 1))), (q, slots, cos, sin)
+    )
 
-    def cut(array: jax.Array) -> jax.Array:
-        array = jnp.pad(array, ((0, padding), *[(0, 0)] * (array.ndim - 1)))
-        return array.reshape(-1, size, *array.shape[1:])
+    def replace(index: jax.Array, out: jax.Array) -> jax.Array:
+        """Puts a chunk's results in the place of its queries: the loop needs no other array."""
+        first = index * size
+        chunk = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, size), (out, *others))
+        return jax.lax.dynamic_update_slice_in_dim(out, run(*chunk), first, 0)
 
-    return jax.lax.map(run, jax.tree.map(cut, arguments)).reshape(-1, heads, dim)[:rows]
+    return jax.lax.fori_loop(0, q.shape[0] // size, replace, q)[:rows]
 
 
 def _attend_splits(
