@@ -205,6 +205,7 @@ class Shape:
       rows: M.
       intermediate: F on one device.
       experts: E on one device.
+      spread: devices that share the experts out; `chosen` is of all of theirs.
       hidden: D.
       chosen: A.
       partial: whether F is a slice.
@@ -214,6 +215,7 @@ class Shape:
     rows: int
     intermediate: int
     experts: int = 384
+    spread: int = 1
     hidden: int = 5120
     chosen: int = 6
     partial: bool
@@ -223,18 +225,19 @@ SHAPES = tuple(
     Shape(
         name=f"{phase} {rows} {partition}",
         rows=rows,
-        intermediate=intermediate,
-        experts=experts,
-        partial=intermediate < 2304,
+        intermediate=2304 // split,
+        experts=384 // spread,
+        spread=spread,
+        partial=split > 1,
     )
-    for partition, intermediate, experts in (
-        ("tp1", 2304, 384),
-        ("tp2", 1152, 384),
-        ("tp4", 576, 384),
-        ("tp8", 288, 384),
-        ("ep2", 2304, 192),
-        ("ep4", 2304, 96),
-        ("ep8", 2304, 48),
+    for partition, split, spread in (
+        ("tp1", 1, 1),
+        ("tp2", 2, 1),
+        ("tp4", 4, 1),
+        ("tp8", 8, 1),
+        ("ep2", 1, 2),
+        ("ep4", 1, 4),
+        ("ep8", 1, 8),
     )
     for phase, sizes in (("decode", (1, 4, 16, 64)), ("prefill", (512, 2048)))
     for rows in sizes
@@ -287,17 +290,15 @@ def run(shape: Shape, arguments: tuple[Any, ...], *, implementation: Implementat
 
 
 def active_experts(shape: Shape) -> float:
-    """Experts held here that some row is expected to choose, if all are alike.
-
-    Where experts are split over devices, the others hold as many each: 384 in all.
-    """
-    return shape.experts * (1 - (1 - shape.chosen / 384) ** shape.rows)
+    """Experts held here that some row is expected to choose, if all are alike."""
+    probability = shape.chosen / (shape.experts * shape.spread)
+    return shape.experts * (1 - (1 - probability) ** shape.rows)
 
 
 def flops(shape: Shape) -> int:
-    """Multiplications and additions of the three projections of every held assignment."""
-    held = shape.rows * shape.chosen * shape.experts // 384
-    return 2 * 3 * held * shape.hidden * shape.intermediate
+    """Multiplications and additions of the projections, for this device's share of the choices."""
+    products = 3 * shape.hidden * shape.intermediate
+    return 2 * shape.rows * shape.chosen * products // shape.spread
 
 
 def bytes(shape: Shape, active: float) -> int:
