@@ -21,6 +21,7 @@ from pallas_kernels import hyper_connections
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.packed_rows import PackedRows, pack_index, pack_kv, pack_window
 from pallas_kernels.paging import slot
+from pallas_kernels.rowwise import ROW_TILE
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32[T, r / 2]
 
@@ -134,15 +135,15 @@ class Block(nn.Module):
     def __call__(self) -> None:
         """Visits every parameter, so that `init` makes them all."""
         config, spec = self.config, self.spec
-        rows = jnp.zeros((1,), jnp.int32)
-        text = jnp.zeros((1,), bool)
+        rows = jnp.zeros((ROW_TILE,), jnp.int32)
+        text = jnp.zeros((ROW_TILE,), bool)
         stream = Stream(
-            jnp.zeros((1, config.hc_mult, config.hidden_size), jnp.bfloat16),
-            jnp.zeros((1, config.hc_mult)),
+            jnp.zeros((ROW_TILE, config.hc_mult, config.hidden_size), jnp.bfloat16),
+            jnp.zeros((ROW_TILE, config.hc_mult)),
         )
         engram = None
         if spec.engram is not None:
-            table = (1, config.engram.num_columns, config.engram.head_dim)
+            table = (ROW_TILE, config.engram.num_columns, config.engram.head_dim)
             engram = pack_window(jnp.zeros(table, jnp.bfloat16))
         written = self.write(stream, rows, text, engram)
         window = pack_window(written.window)
@@ -151,15 +152,15 @@ class Block(nn.Module):
         if spec.ratio:
             kv = pack_kv(jnp.zeros((1, config.head_dim), jnp.bfloat16))
             index_k = pack_index(jnp.zeros((1, config.index_head_dim), jnp.bfloat16))
-            topk = jnp.zeros((1, config.index_topk), jnp.int32)
+            topk = jnp.zeros((ROW_TILE, config.index_topk), jnp.int32)
         if spec.owns_kv:
-            group = jnp.zeros((1, spec.ratio, config.head_dim))
+            group = jnp.zeros((ROW_TILE, spec.ratio, config.head_dim))
             closed = self.compress(group, group, rows)
             kv, index_k = self.write_groups(kv, index_k, rows, closed, rows[0])
         if spec.candidate_source is not None:
             positions = page_size(config) // spec.ratio
-            candidates = jnp.ones((1, -(-positions // config.candidate_block_size)), bool)
-        pages = Pages(window, kv, index_k, rows[None], rows[None])
+            candidates = jnp.ones((ROW_TILE, -(-positions // config.candidate_block_size)), bool)
+        pages = Pages(window, kv, index_k, rows[:1][None], rows[:1][None])
         self.read(written, rows, rows, rows, text, topk, candidates, pages)
 
     def write(
