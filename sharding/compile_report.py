@@ -53,6 +53,7 @@ def compile_facts(
 def program_facts(workload: Workload, program: StageProgram) -> Facts:
     """One program, as JSON values."""
     kind, memory = program.kind, memory_use(program.compiled)
+    tables = workload.stages()[program.stage].engram  # on the devices, but no argument of a step
     contents = workload.plan.stages[program.stage]
     boundary = next((b for b in workload.plan.boundaries if b.stage == program.stage), None)
     requests = min(kind.rows, kind.bucket.requests)
@@ -78,7 +79,7 @@ def program_facts(workload: Workload, program: StageProgram) -> Facts:
         "rows": kind.rows,
         "bucket": dataclasses.asdict(kind.bucket),
         "compile_seconds": round(program.seconds, 1),
-        "memory": dataclasses.asdict(memory) | {"total": memory.total},
+        "memory": dataclasses.asdict(memory) | {"tables": tables, "total": memory.total + tables},
         "collectives": [dataclasses.asdict(found) for found in collectives(text)],
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "faults": [fault for kernel in program.kernels for fault in _faults(kernel)],

@@ -38,7 +38,8 @@ from sharding.stage_plan import Boundary
 from sharding.stage_runner import Bucket, StageStep, stage_program
 
 _BIASED = 1024  # tokens a request may bias besides those it has seen
-# What was asked of the reference partition: every decode batch and prefill of interest.
+SERVER_STEPS = "server"  # the name of `server_steps`
+# Decode batches and prefills that bound what a server meets.
 ALL_STEPS = (
     *("decode-1", "decode-4", "decode-16", "decode-64"),
     *("prefill-512", "prefill-2048", "prefill-8192"),
@@ -164,7 +165,7 @@ def compile_programs(
     sizes = plan_stage_caches(config, plan, workload.limits(), workload.kv_cache_memory_bytes)
     devices = compile_only_devices(device, workload.devices)
     meshes = stage_meshes(len(plan.stages), tensor.devices, devices)
-    steps = stage_steps(config, plan, tensor, implementation)
+    steps = stage_steps(config, plan, tensor, implementation, workload.placement.embedding)
     chosen = range(len(steps)) if stages is None else stages
     with tqdm.tqdm(total=len(chosen) * len(kinds), disable=not progress, unit="program") as bar:
         for stage in chosen:
@@ -219,6 +220,9 @@ def abstract_arguments(
     if contents.engram_layers:
         rows = empty_rows(config.engram, contents.engram_layers, bucket.tokens)
         batch = dataclasses.replace(batch, engram=rows)
+    if step.stage.is_first and step.stage.embedding == "host":
+        rows = jax.ShapeDtypeStruct((bucket.tokens, config.hidden_size), jnp.bfloat16)
+        batch = dataclasses.replace(batch, embedding=rows)
     received = None
     if before is not None:
         received = _received(config, before, bucket.tokens, mesh.size)

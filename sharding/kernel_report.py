@@ -103,9 +103,7 @@ def compile_with_report(
     """
     assembler = _ptxas()
     with tempfile.TemporaryDirectory() as folder, _without_cache():
-        compiled = lowered.compile(
-            {**COMPILER_OPTIONS, "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        )
+        compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         dump = pathlib.Path(folder)
         launches = _launches(path.read_text() for path in dump.glob("*.thunk_sequence.txt"))
         pallas = set(_PALLAS.findall(compiled.as_text()))

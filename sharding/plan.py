@@ -1,6 +1,7 @@
 """`python -m sharding.plan`: stages of a model, what they own, and whether they may be cut so.
 
-Reads a configuration only: no weights, no accelerator, no device buffer. Exit status 0 when the
+Reads a configuration only: no weights, no accelerator, no device buffer. With `--compile` the
+stages' programs are compiled for the devices, which need not be there. Exit status 0 when the
 partition is fine, 2 for wrong usage, 3 when the partition or the configuration is refused, 4 when
 it does not fit the devices.
 """
@@ -12,8 +13,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.hf_config import load_config
+from sharding.compile_report import compile_facts, compile_fit
+from sharding.compiled import ALL_STEPS, SERVER_STEPS, StepKind, named_steps, server_steps
+from sharding.deviceless import NoCompilerError, check_compiler
 from sharding.fit import DEVICE_KINDS, DeviceKind, Workload, fit_facts, memory_facts, parse_devices
 from sharding.options import (
     PartitionOptions,
@@ -30,6 +36,7 @@ from sharding.stage_plan import PartitionError, StagePlan, lay_out, ranges_of
 from sharding.tensor_plan import TensorPlan
 
 FINE, REFUSED, TOO_LARGE = 0, 3, 4
+_COMPILED_FOR = "h100-80"  # where no device is named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--max-num-batched-tokens {args.max_num_batched_tokens} is below --max-num-seqs "
             f"{args.max_num_seqs}: a step holds a token of every running request"
         )
+    if args.compile is not None:
+        try:
+            check_compiler()
+        except NoCompilerError as error:
+            parser.error(f"--compile: {error}")
     try:
         config = load_config(args.model)
     except ConfigError as error:
@@ -62,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices = _devices(parser, args.devices, workload)
         facts |= _memory(workload, devices)
         facts["roofline"] = roofline_facts(config, plan, tensor, context=workload.max_model_len)
+        if args.compile is not None and error is None and "memory" in facts:
+            facts |= _compiled(workload, _steps(parser, args.compile, workload), devices, facts)
     if args.picture is not None:
         stages = workload.stages() if workload is not None and "memory" in facts else ()
         picture = draw(config, plan, stages, devices[1].usable if devices else None)
@@ -113,6 +127,40 @@ def _memory(workload: Workload, devices: tuple[int, DeviceKind] | None) -> Facts
     return {"memory": memory, "fit": fit_facts(workload, kind, count)}
 
 
+def _steps(parser: argparse.ArgumentParser, names: str, workload: Workload) -> list[StepKind]:
+    """The steps that `--compile` asks for."""
+    if names == SERVER_STEPS:
+        return server_steps(workload)
+    try:
+        return named_steps(workload, ALL_STEPS if names == "all" else names.split(","))
+    except ValueError as error:
+        parser.error(f"--compile {error}")
+
+
+def _compiled(
+    workload: Workload,
+    kinds: Sequence[StepKind],
+    devices: tuple[int, DeviceKind] | None,
+    facts: Facts,
+) -> Facts:
+    """The facts of compiled programs; they decide about the fit where devices are named."""
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on the devices
+    kind = None if devices is None else devices[1]
+    compiled = compile_facts(
+        workload,
+        kinds,
+        device=_COMPILED_FOR if kind is None else kind.name,
+        implementation="pallas",
+        progress=True,
+    )
+    if kind is None:
+        return {"compiled": compiled}
+    reason = compile_fit(workload, compiled, kind)
+    if reason is None and workload.devices > facts["fit"]["devices"]:
+        reason = facts["fit"]["error"]
+    return {"compiled": compiled, "fit": facts["fit"] | {"fits": not reason, "error": reason}}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sharding.plan",
@@ -147,6 +195,14 @@ def _parser() -> argparse.ArgumentParser:
         sizes.add_argument(
             name, type=positive, default=default, metavar="N", help=f"{what}; %(default)s"
         )
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const=SERVER_STEPS,
+        metavar="STEPS",
+        help="compile the stages' programs, no GPU needed (extra cuda12): those of a server, or "
+        f"named ones such as decode-4,prefill-512; 'all' is {', '.join(ALL_STEPS)}",
+    )
     parser.add_argument(
         "--picture", type=pathlib.Path, metavar="FILE.svg", help="draw layers, stages and sharing"
     )

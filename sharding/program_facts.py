@@ -137,13 +137,16 @@ def executed(
 ) -> Iterator[tuple[Computation, Instruction, int]]:
     """Operations that run by themselves, and how often.
 
-    A loop that only the device can count runs once, and all branches of a conditional run.
+    A loop that only the device can count runs once. Of a conditional's branches the shortest
+    runs: the others are for logits that are changed and draws that are truncated.
     """
     computation = program.computations[name or program.entry]
     for instruction in computation.instructions.values():
         called = program.runs(instruction)
         if not called:
             yield computation, instruction, times
+        elif instruction.opcode == "conditional":
+            called = (min(called, key=lambda branch: sum(1 for _ in program.walk(branch))),)
         for inner in called:
             trips = (instruction.trips or 1) if instruction.opcode == "while" else 1
             yield from executed(program, inner, times * trips)

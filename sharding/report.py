@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsv41_jax.config import ModelConfig
+from sharding.compile_report import compile_text
 from sharding.dependencies import Dependency, legal_cuts
 from sharding.fit import fit_text, memory_text
 from sharding.options import PartitionOptions
@@ -157,6 +158,9 @@ def plan_text(facts: Facts) -> str:
         lines += ["", *memory_text(facts["memory"])]
     if "device" in facts.get("fit", {}):
         lines += fit_text(facts["fit"])
+    if "compiled" in facts:
+        usable = facts.get("fit", {}).get("usable_bytes")
+        lines += ["", *compile_text(facts["compiled"], usable)]
     if "roofline" in facts:
         lines += ["", *roofline_text(facts["roofline"])]
     if facts["nearest_legal"]:
