@@ -1,4 +1,8 @@
-"""`python -m serving.bench.engram`: what an Engram lookup costs the host, in microseconds."""
+"""`python -m serving.bench.engram`: what an Engram lookup costs the host, and a step.
+
+Prints microseconds of the lookups alone, then prefill steps of a small model over the same tables,
+in turn with their rows looked up ahead and with lookups of their own: milliseconds and the ratio.
+"""
 
 import argparse
 import dataclasses
@@ -22,6 +26,7 @@ from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.engram_hash import token_map_from_tokenizer
 from dsv41_jax.engram_table import EngramTables, empty_rows
 from dsv41_jax.hf_config import RELEASED, load_config
+from serving.bench.lookup_ahead import build_runner, measure_steps, profiled
 
 # requests and tokens of each in one step
 STEPS = {
@@ -53,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as made:
                 directory = pathlib.Path(made) / "model"
                 _make(directory, args.rows)
-                report = _report(directory, args)
+                report = _report(directory, args) | _steps(directory, args)
     except (CheckpointError, ConfigError, OSError) as error:
         print(f"serving.bench.engram: {error}", file=sys.stderr)
         return 3
@@ -74,6 +79,18 @@ def _parser() -> argparse.ArgumentParser:
         "--rows", type=int, default=2_000_000, help="of the tables that are made; %(default)s"
     )
     parser.add_argument("--engram-placement", choices=("mmap", "ram"), default="mmap")
+    parser.add_argument(
+        "--pairs",
+        type=_count,
+        default=5,
+        help="prompts with and without lookup ahead, over tables that are made; %(default)s",
+    )
+    parser.add_argument(
+        "--step-tokens", type=_count, default=128, help="of a prefill step; %(default)s"
+    )
+    parser.add_argument(
+        "--profile", type=pathlib.Path, metavar="DIR", help="save a profile of the steps"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the token ids; %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -144,6 +161,26 @@ def _report(directory: pathlib.Path, args: argparse.Namespace) -> dict[str, obje
     }
 
 
+def _steps(directory: pathlib.Path, args: argparse.Namespace) -> dict[str, object]:
+    config, tokens = load_config(directory), args.step_tokens
+    tables = EngramTables.open(
+        directory, config, placement=args.engram_placement, prefault=True, progress=False
+    )
+    runner = build_runner(directory, config, tables, tokens)
+    with profiled(args.profile):
+        timing = measure_steps(runner, config, tokens=tokens, pairs=args.pairs, seed=args.seed)
+    runner.close()
+    ratios = {"dispatch_ratio": timing.dispatch_ratio, "step_ratio": timing.step_ratio}
+    return {"milliseconds": dataclasses.asdict(timing) | ratios}
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
 def _text(report: dict) -> str:
     setup = ", ".join(f"{name} {value}" for name, value in report["setup"].items())
     lines = [setup, f"{'step':<22}{'median us':>12}{'fastest us':>12}"]
@@ -151,6 +188,15 @@ def _text(report: dict) -> str:
         f"{row['step']:<22}{row['median']:>12.1f}{row['fastest']:>12.1f}"
         for row in report["microseconds"]
     ]
+    if "milliseconds" in report:
+        found = report["milliseconds"]
+        header = f"{found['tokens']}-token prefill step"
+        lines.append(f"{header:<22}{'waiting ms':>12}{'ahead ms':>12}{'ratio':>12}")
+        lines += [
+            f"{label:<22}{found[f'{name}_waiting']:>12.2f}{found[f'{name}_ahead']:>12.2f}"
+            f"{found[f'{name}_ratio']:>12.3f}"
+            for label, name in (("until it is dispatched", "dispatch"), ("whole", "step"))
+        ]
     return "\n".join(lines)
 
 

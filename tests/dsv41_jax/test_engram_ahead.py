@@ -4,10 +4,11 @@ import pathlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
-from dsv41_jax.engram_ahead import UNKNOWN, EngramAhead
+from dsv41_jax.engram_ahead import TRACE_NAME, UNKNOWN, EngramAhead
 from dsv41_jax.engram_table import EngramTables
 from dsv41_jax.hf_config import load_config
 
@@ -166,3 +167,24 @@ def test_an_id_outside_the_vocabulary_is_named_at_once(tables, pool):
     for ask in (lambda: ahead.expect([wrong]), lambda: ahead.step_rows(*wrong)):
         with pytest.raises(ValueError, match="token id 1000 is outside the vocabulary 0.."):
             ask()
+
+
+def test_a_lookup_shows_on_its_own_thread_in_a_profile(tables, pool, tmp_path):
+    ahead = EngramAhead(tables, pool)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(tmp_path, profiler_options=options):
+        with jax.profiler.TraceAnnotation("step"):
+            ahead.expect([step(np.random.default_rng(7), [8])])
+            pool.submit(lambda: None).result(10)
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(file))
+    threads = [
+        {event.name: event for event in line.events}
+        for plane in profile.planes
+        for line in plane.lines
+    ]
+    (main,) = [found["step"] for found in threads if "step" in found]
+    (lookup,) = [found[TRACE_NAME] for found in threads if TRACE_NAME in found]
+    assert not any("step" in found and TRACE_NAME in found for found in threads)
+    assert main.start_ns < lookup.start_ns < main.start_ns + main.duration_ns
