@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,73 +24,16 @@ from dsv41_jax.checkpoint.loader import load_params
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.hf_config import load_config
 from dsv41_jax.model import Stage
+from sharding.launchers import LaunchError, add_process_options, find_processes, initialize
 from sharding.mesh import stage_meshes
-from sharding.options import add_partition_options, partition_options, positive
+from sharding.options import add_partition_options, partition_options
 from sharding.rules import parameter_specs, partition_of
 from sharding.stage_plan import PartitionError, StagePlan
 from sharding.tensor_plan import TensorPlan
 
-# What launchers tell their processes, beside what JAX finds out by itself (Slurm, Open MPI, Cloud).
-_LAUNCHERS = (
-    ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-    ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),  # Kubernetes LeaderWorkerSet
-)
-_PORT = 8476  # of the coordinator, where a launcher gives a host alone
-
 
 class PlanMismatchError(Exception):
     """Processes that were started with different plans."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Processes:
-    """How the processes of one run find each other; all None to let JAX find out.
-
-    Attributes:
-      coordinator: host:port of process 0.
-      count: processes in all.
-      index: this one.
-    """
-
-    coordinator: str | None = None
-    count: int | None = None
-    index: int | None = None
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> "Processes":
-        """What a launcher says, if it is a known one that JAX does not know itself.
-
-        Raises:
-          ValueError: some of a launcher's variables are missing or are no numbers.
-        """
-        for names in _LAUNCHERS:
-            given = [name for name in names if name in environment]
-            if not given:
-                continue
-            missing = [name for name in names if name not in environment]
-            if missing:
-                raise ValueError(f"{given[0]} is set but {missing[0]} is not: set all of {names}")
-            address, count, index = (environment[name] for name in names)
-            if not (count.isdecimal() and index.isdecimal()):
-                raise ValueError(f"{names[1]}={count} and {names[2]}={index} must be numbers")
-            if ":" not in address:
-                address = f"{address}:{_PORT}"
-            return cls(coordinator=address, count=int(count), index=int(index))
-        return cls()
-
-
-def initialize(processes: Processes) -> None:
-    """Joins the processes of a run; call it before anything asks for devices.
-
-    Raises:
-      RuntimeError: the coordinator cannot be reached.
-      ValueError: JAX cannot find out how many processes there are.
-    """
-    jax.distributed.initialize(
-        coordinator_address=processes.coordinator,
-        num_processes=processes.count,
-        process_id=processes.index,
-    )
 
 
 def plan_digest(config: ModelConfig, plan: StagePlan, tensor: TensorPlan, **sizes: Any) -> str:
@@ -142,23 +85,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("directory", type=pathlib.Path, metavar="DIR", help="checkpoint directory")
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of process 0; the launcher's if left out"
-    )
-    parser.add_argument("--processes", type=positive, metavar="N", help="processes in all")
-    parser.add_argument("--process", type=int, metavar="I", help="this one, from 0")
+    add_process_options(parser)
     add_partition_options(parser)
     args = parser.parse_args(argv)
     options = partition_options(parser, args)
-    given = (args.coordinator, args.processes, args.process)
-    if any(value is not None for value in given) and None in given:
-        parser.error("--coordinator, --processes and --process belong together")
+    try:
+        processes = find_processes(
+            os.environ, coordinator=args.coordinator, count=args.processes, index=args.process
+        )
+    except LaunchError as error:
+        parser.error(str(error))
     try:
         config = load_config(args.directory)
         plan, tensor = options.stage_plan(config), options.tensor_plan(config)
-        processes = Processes(coordinator=given[0], count=given[1], index=given[2])
-        if args.coordinator is None:
-            processes = Processes.from_environment(os.environ)
         initialize(processes)
         agree(plan_digest(config, plan, tensor))
         _load(args.directory, config, plan, tensor)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dsv41_jax.hf_config import load_config
-from sharding.distributed import Processes, main, plan_digest
+from sharding.distributed import main, plan_digest
 from sharding.stage_plan import build_stage_plan
 from sharding.tensor_plan import plan_tensor_parallel
 
@@ -70,17 +70,6 @@ def test_another_plan_is_refused_with_both_digests():
     for status, _, err in run_two(("--pipeline-stages", "5,4"), ("--pipeline-stages", "4,5")):
         assert status == 3
         assert f"process 1 has plan {digests[1]}, but process 0 has {digests[0]}" in err
-
-
-def test_launchers_are_understood():
-    assert Processes.from_environment({}) == Processes()
-    lws = {"LWS_LEADER_ADDRESS": "leader", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
-    found = Processes.from_environment(lws)
-    assert found == Processes(coordinator="leader:8476", count=2, index=1)
-    with pytest.raises(ValueError, match="LWS_LEADER_ADDRESS is set but LWS_GROUP_SIZE is not"):
-        Processes.from_environment({"LWS_LEADER_ADDRESS": "leader"})
-    with pytest.raises(ValueError, match="must be numbers"):
-        Processes.from_environment(lws | {"LWS_GROUP_SIZE": "two"})
 
 
 def test_options_belong_together(capsys):
