@@ -89,20 +89,6 @@ def test_rows_of_nan_do_not_reach_other_rows():
     np.testing.assert_array_equal(found[:5], expected[:5])
 
 
-def test_splits_that_are_not_programs_of_their_own_take_no_memory():
-    blocks = choose_blocks(5120, 4096)
-    assert blocks.splits > 1
-    assert choose_schedule(1, 5120, blocks).programs == blocks.splits
-    assert choose_schedule(2048, 5120, blocks).programs == 1
-
-
-def test_weight_that_does_not_divide_into_blocks_is_named():
-    with pytest.raises(ValueError, match="48 outputs in 6 groups and 64 inputs"):
-        choose_blocks(48, 64, 6)
-    with pytest.raises(ValueError, match="40 inputs"):
-        choose_blocks(64, 40)
-
-
 def test_shapes_are_named_once_and_divide():
     assert len({s.name for s in SHAPES}) == len(SHAPES)
     for case in SHAPES:
