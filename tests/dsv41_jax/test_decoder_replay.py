@@ -6,16 +6,18 @@ import chex
 import jax
 import numpy as np
 import pytest
+from step_sizes import bucket, pools
 
 import dsv41_jax
 from dsv41_jax.batch import page_size
 from dsv41_jax.forward import forward
 from dsv41_jax.host_batch import build_batch
-from dsv41_jax.inference import columns_for, prompt_chunks, replay_start, request_rows
+from dsv41_jax.inference import prompt_chunks, replay_start, request_rows
 from dsv41_jax.state import init_state
 from pallas_kernels.packed_rows import PackedRows
 
-TOKENS, DECODED, BUCKET = 90, 6, 96
+TOKENS, DECODED = 90, 6
+pytestmark = pytest.mark.xdist_group("forward")
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +33,7 @@ def ids(golden):
 def run(model, ids, chunk, late_from, poison=False):
     """Logits of the prompt's last row and of the decoded rows, and the caches."""
     config, last_source = model.config, model.config.kv_source_layer_ids[-1]
-    columns = columns_for(config, len(ids))
-    state = init_state(
-        config, model.stage.layers, window_pages=columns, global_pages=columns, slots=1
-    )
+    state = init_state(config, model.stage.layers, **pools(config))
     if poison:
         late = {
             layer: PackedRows(*jax.tree.map(lambda a: np.full_like(a, 0x7F), (p.codes, p.scales)))
@@ -53,10 +52,7 @@ def run(model, ids, chunk, late_from, poison=False):
         batch = build_batch(
             config,
             [part],
-            tokens=BUCKET,
-            requests=1,
-            columns=columns,
-            logit_rows=16,
+            **bucket(config),
             engram=model.engram,
         )
         out, state = forward(model.stage, model.params, state, batch)
@@ -66,12 +62,12 @@ def run(model, ids, chunk, late_from, poison=False):
 
 @pytest.fixture(scope="module")
 def exact(model, ids):
-    return run(model, ids, BUCKET, 0)
+    return run(model, ids, TOKENS, 0)
 
 
 @pytest.fixture(scope="module")
 def replayed(model, ids):
-    return run(model, ids, BUCKET, replay_start(model.config, TOKENS))
+    return run(model, ids, TOKENS, replay_start(model.config, TOKENS))
 
 
 def test_everything_global_and_everything_early_equals_the_exact_run(model, exact, replayed):
@@ -121,14 +117,11 @@ def test_a_prompt_within_the_window_is_exact(model):
 
 
 def test_logits_of_a_row_that_is_left_out_are_refused(model, ids):
-    rows = request_rows(model.config, ids[:TOKENS], 0, TOKENS, BUCKET, TOKENS - 4)
+    rows = request_rows(model.config, ids[:TOKENS], 0, TOKENS, TOKENS, TOKENS - 4)
     with pytest.raises(ValueError, match="5 logit rows are wanted of a request whose last 4 rows"):
         build_batch(
             model.config,
             [dataclasses.replace(rows, logits=5)],
-            tokens=BUCKET,
-            requests=1,
-            columns=columns_for(model.config, TOKENS),
-            logit_rows=16,
+            **bucket(model.config),
             engram=model.engram,
         )

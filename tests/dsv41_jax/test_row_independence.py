@@ -6,17 +6,18 @@ import chex
 import jax
 import numpy as np
 import pytest
+from step_sizes import bucket, pools
 
 import dsv41_jax
 from dsv41_jax.batch import page_size
 from dsv41_jax.forward import forward
 from dsv41_jax.host_batch import build_batch
-from dsv41_jax.inference import columns_for, prompt_chunks, request_rows
+from dsv41_jax.inference import prompt_chunks, request_rows
 from dsv41_jax.state import init_state
 from pallas_kernels.packed_rows import PackedRows
 
 TOKENS = 101
-BUCKET = 112
+pytestmark = pytest.mark.xdist_group("forward")
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +35,10 @@ def prompts(golden):
 class Batcher:
     """Runs several requests through one program, each with its own pages and slot."""
 
-    def __init__(self, model, requests=8):
+    def __init__(self, model):
         self.model = model
-        self.columns = columns_for(model.config, 128)
-        self.state = init_state(
-            model.config,
-            model.stage.layers,
-            window_pages=requests * self.columns,
-            global_pages=requests * self.columns,
-            slots=requests,
-        )
+        self.columns = bucket(model.config)["columns"]
+        self.state = init_state(model.config, model.stage.layers, **pools(model.config))
 
     def rows(self, ids, start, stop, place):
         rows = request_rows(self.model.config, ids, start, stop, stop - start)
@@ -57,10 +52,7 @@ class Batcher:
         batch = build_batch(
             self.model.config,
             rows,
-            tokens=BUCKET,
-            requests=8,
-            columns=self.columns,
-            logit_rows=BUCKET,
+            **bucket(self.model.config),
             engram=self.model.engram,
         )
         logits, self.state = forward(self.model.stage, self.model.params, self.state, batch)

@@ -43,7 +43,7 @@ PLANS = {
     "PP4 8/6/6/20": ((8, 6, 6, 20), 1, False, False),
     "PP4 10/10/10/10, relay": ((10, 10, 10, 10), 1, False, True),
 }
-RARE = ("TP2 x PP2, whole experts", "TP8")  # the other plans have every kind of share
+RARE = ("TP2 x PP2, whole experts", "TP4", "TP8")  # the other plans have every kind of share
 
 
 def workload(stages, devices, expert_parallel, relay, **sizes):
