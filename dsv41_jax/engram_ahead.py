@@ -54,37 +54,39 @@ class EngramAhead:
           ValueError: a wrong history length, or an id outside the vocabulary.
         """
         wanted = [self._wanted(*step) for step in steps]
-        for step in list(self._steps)[len(wanted) :]:
-            step.drop()
-        kept = list(self._steps)[: len(wanted)]
-        self._steps.clear()
-        for index, ngrams in enumerate(wanted):
-            step = kept[index] if index < len(kept) else None
-            if step is None or step.size != len(ngrams):
-                if step is not None:
-                    step.drop()
-                step = _Step(self._tables, len(ngrams))
+        before, self._steps = self._steps, deque()
+        for asked, ngrams in zip(steps, wanted, strict=True):
+            step = self._next(before, len(ngrams))
             self._steps.append(step)
-            if step.aim(ngrams):
+            if step.aim(ngrams, asked[:2]):
                 self._pool.submit(step.catch_up)
+        for step in before:
+            step.drop()
 
     def step_rows(
         self, token_ids: Sequence[np.ndarray], histories: Sequence[np.ndarray], tokens: int
     ) -> dict[int, PackedRows]:
         """Numpy rows of the next step, expected or not; see `EngramRows`.
 
+        Arrays that `expect` was given last are taken to hold what they held then.
+
         Raises:
           ValueError: a wrong history length, or an id outside the vocabulary.
           Exception: whatever the lookup on the other thread raised.
         """
-        wanted = self._wanted(token_ids, histories, tokens)
-        step = self._steps.popleft() if self._steps else None
-        if step is None or step.size != tokens:
-            if step is not None:
-                step.drop()
-            step = _Step(self._tables, tokens)
-        step.aim(wanted)
+        step = self._next(self._steps, tokens)
+        if not step.is_of(token_ids, histories):
+            step.aim(self._wanted(token_ids, histories, tokens), (token_ids, histories))
         return step.take()
+
+    def _next(self, steps: deque["_Step"], size: int) -> "_Step":
+        """The first of the steps, or a new one where that has another size."""
+        step = steps.popleft() if steps else None
+        if step is not None and step.size == size:
+            return step
+        if step is not None:
+            step.drop()
+        return _Step(self._tables, size)
 
     def _wanted(
         self, token_ids: Sequence[np.ndarray], histories: Sequence[np.ndarray], tokens: int
@@ -116,12 +118,25 @@ class _Step:
         self._wanted: np.ndarray | None = None  # n-grams; None once nobody asks for them
         self._held: np.ndarray | None = None  # those whose rows are there
         self._rows: dict[int, PackedRows] = {}
+        self._asked: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] = ((), ())
         self._error: Exception | None = None
 
-    def aim(self, wanted: np.ndarray) -> bool:
-        """Sets what the rows are to be; whether that is new."""
-        before, self._wanted = self._wanted, wanted
-        return before is None or not np.array_equal(before, wanted)
+    def aim(
+        self, wanted: np.ndarray, asked: tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
+    ) -> bool:
+        """Sets what the rows are to be, and what asks for them; whether that is new."""
+        before, self._asked = self._wanted, asked
+        if before is not None and np.array_equal(before, wanted):
+            return False
+        self._wanted = wanted
+        return True
+
+    def is_of(self, token_ids: Sequence[np.ndarray], histories: Sequence[np.ndarray]) -> bool:
+        """Whether these very arrays ask for the rows already."""
+        return self._wanted is not None and all(
+            len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
+            for old, new in zip(self._asked, (token_ids, histories), strict=True)
+        )
 
     def drop(self) -> None:
         """Nobody asks for the rows any more."""
@@ -149,6 +164,8 @@ class _Step:
             return self._rows
 
     def _bring(self, wanted: np.ndarray) -> None:
+        if self._held is wanted:
+            return
         if self._held is None:
             self._rows = empty_rows(self._tables.hasher.config, self._tables.layer_ids, self.size)
             self._held = np.full_like(wanted, _NOTHING)

@@ -214,11 +214,14 @@ class Scheduler:
     def upcoming(self, arriving: Collection[int]) -> list[UpcomingRows]:
         """What `schedule` will probably plan next; takes nothing.
 
-        Requests that wait are left out, and so is everything that pages decide.
+        Requests that wait are left out, and so is everything that pages decide. Nothing is
+        expected where no token at all is known.
 
         Args:
           arriving: sequences whose token on its way comes before then.
         """
+        if all(sequence.awaits_token for sequence in self._running):
+            return []
         budget, expected = self._budget(), []
         for sequence in self._running:
             if not (budget.tokens and budget.requests):
