@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,9 +131,8 @@ def test_wrong_usage_exits_with_two():
     assert caught.value.code == 2
 
 
-def test_lost_file_is_named(config, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert convert.main([str(TINY), str(out)]) == 0
+def test_lost_file_is_named(config, converted, tmp_path):
+    out = shutil.copytree(converted, tmp_path / "out")
     (out / "stage_0" / "layers_3" / "attn.wkv.weight" / "zarr.json").unlink()
     with pytest.raises(CheckpointError, match=r"stage_0/layers_3 has \d+ files of \d+ bytes"):
         open_checkpoint(out, config)
