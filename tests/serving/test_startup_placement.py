@@ -24,6 +24,19 @@ def test_model_that_does_not_fit_ends_with_four_before_it_is_loaded(monkeypatch,
     assert "serving.main: stage 0 needs 9 GiB on each device\n" in capsys.readouterr().err
 
 
+def test_the_check_before_loading_counts_tables_that_go_to_the_devices(monkeypatch, capsys):
+    def refuse(workload, devices):
+        (stage,) = workload.stages()
+        assert stage.engram == sum(workload.config.engram.num_embeddings) * 33
+        raise FitError("stage 0 needs 9 GiB on each device. The largest: Engram tables 8 GiB")
+
+    monkeypatch.setattr(startup, "check_devices", refuse)
+    monkeypatch.setattr(startup, "load_params", None)
+    arguments = ["--model", str(TINY), "--port", "0", "--engram-placement", "device"]
+    assert main(arguments) == 4
+    assert "The largest: Engram tables 8 GiB" in capsys.readouterr().err
+
+
 def test_engram_options_are_read():
     options = parse_options(["--engram-placement", "ram", "--engram-prefault"]).engine
     assert options.placement == TablePlacement(engram="ram", engram_prefault=True)
