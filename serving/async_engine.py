@@ -101,6 +101,10 @@ class AsyncEngine:
         """As `Engine.reset_prefix_cache`, before any request that is made later."""
         self._inbox.put(self._engine.reset_prefix_cache)
 
+    def fail(self, reason: str) -> None:
+        """Ends every open request with finish_reason "error"; later ones get `EngineDeadError`."""
+        self._end_all("error", reason)
+
     def shutdown(self, timeout: float = 0.0) -> None:
         """Refuses new requests, finishes the open ones while there is time, and stops the thread.
 

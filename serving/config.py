@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from sharding.launchers import LaunchError, add_process_options, find_processes
 from sharding.options import PartitionOptions, add_partition_options, partition_options
 from sharding.placement import TablePlacement, add_placement_options, placement_options
 
@@ -68,12 +69,31 @@ class ServerOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """The processes of a server that has several; all None to ask the launcher.
+
+    Attributes:
+      coordinator: host:port of process 0.
+      count: processes in all.
+      index: this one.
+    """
+
+    coordinator: str | None = None
+    count: int | None = None
+    index: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything given on the command line; `model` is None for the tiny random model."""
+    """Everything given on the command line.
+
+    `model` is None for the tiny random model, `processes` for a server of one process.
+    """
 
     model: Path | None
     engine: EngineOptions
     server: ServerOptions
+    processes: ProcessOptions | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -231,7 +251,27 @@ def _parser() -> argparse.ArgumentParser:
         help="read memory-mapped Engram tables before the server is ready",
     )
     add_partition_options(parser)
+    hosts = parser.add_argument_group("several processes, one a host")
+    hosts.add_argument(
+        "--distributed",
+        action="store_true",
+        help="join the processes that Kubernetes, Slurm or Open MPI started; process 0 serves",
+    )
+    add_process_options(hosts)
     return parser
+
+
+def _processes(parser: argparse.ArgumentParser, given: argparse.Namespace) -> ProcessOptions | None:
+    options = ProcessOptions(
+        coordinator=given.coordinator, count=given.processes, index=given.process
+    )
+    if options == ProcessOptions():
+        return options if given.distributed else None
+    try:
+        find_processes({}, **dataclasses.asdict(options))
+    except LaunchError as error:
+        parser.error(str(error))
+    return options
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
@@ -266,4 +306,5 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
             log_requests=given.enable_log_requests,
             shutdown_timeout=given.shutdown_timeout,
         ),
+        processes=_processes(parser, given),
     )

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import logging
+import os
 import signal
 import socket
 import sys
@@ -17,9 +20,10 @@ from serving.api.context import ApiOptions, Context
 from serving.api.health import package_version
 from serving.api.metrics import Metrics
 from serving.async_engine import AsyncEngine
-from serving.config import Options, ServerOptions, parse_options
+from serving.config import Options, ProcessOptions, ServerOptions, parse_options
 from serving.default_model import cache_directory
-from serving.startup import Serving, StartupError, start
+from serving.hosts import Follower, HostsError, Leader, Watch, end_process, join, run_follower
+from serving.startup import Serving, StartupError, start, start_following
 from serving.tokenizer import tokenizer_info
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -71,9 +75,12 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = shutdown_timeout
         self._ready = ready
         self._closing: asyncio.Task[None] | None = None
+        self._signalled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._ready()
 
@@ -82,7 +89,7 @@ class Server(uvicorn.Server):
         """Handle signals on the event loop; the process ends with status 0 after them."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self.close)
+            loop.add_signal_handler(number, self._signal)
         try:
             yield
         finally:
@@ -90,12 +97,20 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def close(self) -> None:
-        """Refuse new requests and end when the open ones are answered; at once if called again."""
+        """Refuse new requests and end when the open ones are answered; from any thread."""
+        self._loop.call_soon_threadsafe(self._close)
+
+    def _signal(self) -> None:
+        """As `close`; at once if it comes again."""
+        if self._signalled:
+            self._shutdown_timeout = 0.0
+        self._signalled = True
+        self._close()
+
+    def _close(self) -> None:
         if self._closing is None:
             self._open_requests.closing = True
             self._closing = asyncio.ensure_future(self._drain())
-        else:
-            self._shutdown_timeout = 0.0
 
     async def _drain(self) -> None:
         say(f"shutting down: {self._open_requests.count} open requests")
@@ -154,16 +169,23 @@ def make_context(serving: Serving, options: ServerOptions) -> Context:
     )
 
 
-def serve(options: Options, listener: socket.socket) -> None:
+def serve(
+    options: Options,
+    listener: socket.socket,
+    leader: Leader | None = None,
+    watch: Watch | None = None,
+) -> None:
     """Start the model and serve it until a signal comes.
+
+    Args:
+      options: of the command line.
+      listener: bound to the address.
+      leader, watch: this process and the end of the others, where the server has several.
 
     Raises:
       StartupError: it cannot be served.
     """
-    if jax.config.jax_compilation_cache_dir is None:
-        # The second start compiles nothing; a program's bits are the same from the cache.
-        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
-    serving = start(options.model, options.engine, say)
+    serving = start(options.model, options.engine, say, leader)
     context = make_context(serving, options.server)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -183,10 +205,43 @@ def serve(options: Options, listener: socket.socket) -> None:
         shutdown_timeout=options.server.shutdown_timeout,
         ready=lambda: say(f"ready: {url} serves {name}"),
     )
+    if watch is not None:
+        watch.serves(
+            fail=serving.engine.fail,
+            open_requests=lambda: context.open_requests.count,
+            close=server.close,
+        )
     try:
         server.run(sockets=[listener])
     finally:
         serving.engine.shutdown()
+
+
+def serve_with_others(options: Options, processes: ProcessOptions) -> int:
+    """Join the other processes; serve as process 0, or follow it. Returns the exit status.
+
+    Raises:
+      StartupError: the processes cannot be joined.
+    """
+    try:
+        hosts = join(os.environ, **dataclasses.asdict(processes))
+    except HostsError as error:
+        raise StartupError(str(error)) from error
+    if isinstance(hosts, Follower):
+        load = functools.partial(start_following, options.model, options.engine, say, hosts)
+        return run_follower(hosts, load)
+    watch = Watch(hosts.channel)
+    try:
+        with bind(options.server.host, options.server.port) as listener:
+            serve(options, listener, hosts, watch)
+    except StartupError as error:
+        watch.end(error.status, str(error))
+        end_process(error.status, str(error))
+    except SystemExit:  # a signal before the server was ready
+        watch.end(0)
+        raise
+    watch.end(0)
+    return 0
 
 
 @contextlib.contextmanager
@@ -205,9 +260,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("serving").setLevel(logging.INFO)
+    if jax.config.jax_compilation_cache_dir is None:
+        # The second start compiles nothing; a program's bits are the same from the cache.
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
     try:
-        with _ending_on_signals(), bind(options.server.host, options.server.port) as listener:
-            serve(options, listener)
+        with _ending_on_signals():
+            if options.processes is not None:
+                return serve_with_others(options, options.processes)
+            with bind(options.server.host, options.server.port) as listener:
+                serve(options, listener)
     except StartupError as error:
         print(f"serving.main: {error}", file=sys.stderr)
         return error.status

@@ -1,8 +1,9 @@
 """From options to an engine that is ready, or one clear reason why not."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -15,15 +16,20 @@ from dsv41_jax.checkpoint import (
 )
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.hf_config import RELEASED, load_config
+from dsv41_jax.sampling import LogitChanges
 from serving.async_engine import AsyncEngine
 from serving.config import DEFAULT_CONTEXT, EngineOptions
 from serving.default_model import default_model
-from serving.engine import Engine
+from serving.engine import Engine, StepRunner
+from serving.hosts import Follower, Leader, LeaderRunner
+from serving.logit_rules import empty_changes
 from serving.pipeline_runner import PipelineRunner
 from serving.runner import Runner, token_buckets
 from serving.tokenizer import Tokenizer, TokenizerError
 from sharding.cache_sizes import CacheBudgetError, CacheSizes
+from sharding.distributed import PlanMismatchError, agree, plan_digest
 from sharding.fit import FitError, Workload, check_devices
+from sharding.hosts import check_processes, own_devices
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import plan_stage_caches, stage_cache_bytes
 from sharding.mesh import provide_cpu_devices, stage_meshes
@@ -120,11 +126,23 @@ def _one_device(
     )
 
 
-def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """A model whose steps are compiled."""
+
+    path: Path
+    runner: StepRunner
+    config: ModelConfig
+    tokenizer: Tokenizer
+    microbatches: int
+
+
+def _load(path: Path, options: EngineOptions, say: Say, processes: int) -> _Loaded:
     config = load_config(path)
     plan = options.partition.stage_plan(config)
     tensor = options.partition.tensor_plan(config)
-    provide_cpu_devices(len(plan.stages) * tensor.devices)
+    if processes == 1:
+        provide_cpu_devices(len(plan.stages) * tensor.devices)
     tokenizer = Tokenizer.open(path)
     _say_what_is_left_alone(path, config, say)
     max_model_len = options.max_model_len or min(config.max_position_embeddings, DEFAULT_CONTEXT)
@@ -151,7 +169,9 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         placement=options.placement,
     )
-    check_devices(workload, jax.devices()[: workload.devices])
+    if processes > 1:
+        _check_processes(workload, options, limits, processes)
+    check_devices(workload, own_devices(jax.devices()[: workload.devices]))
     if workload.devices == 1:
         runner = _one_device(path, config, tokenizer, options, limits, sizes)
     else:
@@ -177,44 +197,112 @@ def _build(path: Path, options: EngineOptions, say: Say) -> Serving:
     began = time.monotonic()
     runner.compile_all()
     say(f"compiled in {time.monotonic() - began:.1f} s")
+    return _Loaded(
+        path=path,
+        runner=runner,
+        config=config,
+        tokenizer=tokenizer,
+        microbatches=workload.microbatches,
+    )
+
+
+def _check_processes(
+    workload: Workload, options: EngineOptions, limits: EngineLimits, processes: int
+) -> None:
+    """Compares the processes' plans, and refuses what is not run on several of them."""
+    sizes = dataclasses.asdict(limits) | {
+        "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+        "microbatches": workload.microbatches,
+        "embedding": options.placement.embedding,
+    }
+    agree(plan_digest(workload.config, workload.plan, workload.tensor, **sizes))
+    check_processes(stage_meshes(len(workload.plan.stages), workload.tensor.devices), processes)
+    if options.placement.engram == "device":
+        raise PartitionError(
+            "--engram-placement device is not supported on several processes; use mmap or ram"
+        )
+
+
+def _serve(loaded: _Loaded, runner: StepRunner, options: EngineOptions) -> Serving:
+    """The engine over a runner."""
+    limits, sizes, tokenizer = runner.limits, runner.cache_sizes, loaded.tokenizer
     engine = Engine(
         runner,
         tokenizer.vocabulary,
         prefix_cache=options.prefix_cache,
         prefix_replay=options.prefix_replay,
         decoder_replay=options.decoder_replay,
-        microbatches=workload.microbatches,
+        microbatches=loaded.microbatches,
     )
     return Serving(
         engine=AsyncEngine(engine),
         tokenizer=tokenizer,
-        config=config,
-        max_model_len=max_model_len,
+        config=loaded.config,
+        max_model_len=limits.max_model_len,
         cache_info={
             "block_size": limits.page_size,
             "num_gpu_blocks": sizes.global_pages,
             "num_window_blocks": sizes.window_pages,
             "enable_prefix_caching": int(options.prefix_cache),
         },
-        name=path.name,
-        root=str(path),
+        name=loaded.path.name,
+        root=str(loaded.path),
     )
 
 
-def start(model: Path | None, options: EngineOptions, say: Say) -> Serving:
+def start(
+    model: Path | None, options: EngineOptions, say: Say, leader: Leader | None = None
+) -> Serving:
     """Load a model, compile every step and start its engine.
 
     Args:
       model: checkpoint directory; None for the tiny random model.
       options: the engine's sizes.
       say: takes one line of progress at a time.
+      leader: this process, where the server has several.
 
     Raises:
       StartupError: one line that says what is wrong.
     """
-    path = _model_directory(model, say)
+    with _refusals():
+        loaded = _load(_model_directory(model, say), options, say, _count(leader))
+        runner = loaded.runner
+        if leader is not None:
+            runner = LeaderRunner(runner, leader.channel)
+        serving = _serve(loaded, runner, options)
+    return serving if model is not None else dataclasses.replace(serving, name=RANDOM_NAME)
+
+
+def start_following(
+    model: Path | None, options: EngineOptions, say: Say, follower: Follower
+) -> tuple[StepRunner, LogitChanges]:
+    """Load this process's share of a model and compile every step.
+
+    Args:
+      model, options, say: see `start`.
+      follower: this process.
+
+    Returns:
+      The runner, and the tables of a step that changes no logits.
+
+    Raises:
+      StartupError: one line that says what is wrong.
+    """
+    with _refusals():
+        runner = _load(_model_directory(model, say), options, say, _count(follower)).runner
+        no_changes = jax.device_put(empty_changes(runner.limits, runner.vocab_size))
+    return runner, no_changes
+
+
+def _count(hosts: Leader | Follower | None) -> int:
+    return 1 if hosts is None else hosts.processes.count
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Makes one clear line of whatever keeps the server from starting."""
     try:
-        serving = _build(path, options, say)
+        yield
     except (CacheBudgetError, FitError) as error:
         raise DoesNotFitError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
@@ -222,8 +310,10 @@ def start(model: Path | None, options: EngineOptions, say: Say) -> Serving:
             f"the device ran out of memory: {str(error).splitlines()[0]}; lower --max-num-seqs, "
             "--max-num-batched-tokens, --max-model-len or --kv-cache-memory-bytes"
         ) from error
-    except (ConfigError, PartitionError, CheckpointError, TokenizerError) as error:
+    except (
+        *(ConfigError, PartitionError, PlanMismatchError),
+        *(CheckpointError, TokenizerError),
+    ) as error:
         raise StartupError(" ".join(str(error).split())) from error
     except (OSError, MemoryError) as error:
-        raise StartupError(f"{path} cannot be served: {error}") from error
-    return serving if model is not None else dataclasses.replace(serving, name=RANDOM_NAME)
+        raise StartupError(f"the model cannot be served: {error}") from error

@@ -136,6 +136,7 @@ def initialize(processes: Processes) -> None:
       RuntimeError: the coordinator cannot be reached.
     """
     local = None if processes.local_devices is None else list(processes.local_devices)
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
     jax.distributed.initialize(
         coordinator_address=processes.coordinator,
         num_processes=processes.count,

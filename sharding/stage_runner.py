@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.embedding_table import EmbeddingTable
@@ -20,8 +20,9 @@ from dsv41_jax.sampling import Sampled, SamplingBatch, sample
 from dsv41_jax.shared_state import SharedState
 from dsv41_jax.state import StageState, init_state
 from sharding.boundary import bundle_shardings, bundle_specs, gather_rows, shard_rows
+from sharding.hosts import place
 from sharding.relay import Bundle, add_replicas, receive, send
-from sharding.rules import replicated
+from sharding.rules import parameter_shardings, replicated
 from sharding.stage_plan import Boundary, StageContents
 
 StageOutput = Bundle | jax.Array | Sampled
@@ -168,7 +169,7 @@ class StageRunner:
 
     def place(self, value: Any) -> Any:
         """Starts to copy a pytree to every device of the stage."""
-        return jax.device_put(value, replicated(self.mesh))
+        return place(value, self.mesh)
 
     def dispatch(
         self,
@@ -205,7 +206,7 @@ def stage_program(step: StageStep, mesh: Mesh, specs: Params) -> jax.stages.Wrap
         out_specs=(output, everywhere),
         check_vma=False,
     )
-    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    params = parameter_shardings(step.stage, mesh, specs)
     return jax.jit(
         sharded,
         donate_argnums=1,
