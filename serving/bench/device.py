@@ -1,0 +1,209 @@
+"""`python -m serving.bench.device`: parity and times of kernels and layers on one device.
+
+Takes under ten minutes on a GPU and writes a JSON file, a Markdown file and a profile. Where
+there is no GPU everything runs at tiny sizes, interpreted, and shows parity alone.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.config_checks import ConfigError
+from dsv41_jax.hf_config import RELEASED, load_config
+from serving.bench import device_layers, device_ops, device_stage
+from serving.bench.device_report import as_markdown
+from serving.bench.device_setting import Setting, describe_setting, find_setting
+from serving.bench.device_tasks import Budget, Outcome, Task, describe, run_tasks
+from serving.default_model import default_config
+from sharding.stage_plan import PartitionError
+from sharding.tensor_plan import plan_tensor_parallel
+
+NAME = "device_check"  # of the files
+_TINY_CONTEXT = 40
+_TINY_PREFILL = 20
+
+
+def say(line: str) -> None:
+    """One line of progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.bench.device",
+        description="Checks every kernel against its reference on JAX's first device and times "
+        "kernels and full-size layers with random weights. Without a GPU: tiny sizes, "
+        "interpreted, parity alone. Exit status: 0 fine, 1 a check failed, 2 wrong usage, "
+        "3 refused.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("device-check"),
+        metavar="DIR",
+        help=f"gets {NAME}.json, {NAME}.md and the profile; %(default)s",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_positive,
+        default=540,
+        metavar="N",
+        help="budget; the least important checks are dropped, and named; %(default)s",
+    )
+    parser.add_argument(
+        "--layers",
+        type=_positive,
+        metavar="N",
+        help="most layers of the stage; half of the model's, as many as fit",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=_positive,
+        nargs="+",
+        default=[2, 1],
+        metavar="N",
+        help="shapes of one of N devices, the most important N first; 2 1",
+    )
+    parser.add_argument(
+        "--context",
+        type=_positive,
+        default=32768,
+        metavar="N",
+        help="tokens in the caches of each decoding request; %(default)s",
+    )
+    parser.add_argument("--seed", type=int, default=42, help="of all values; %(default)s")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="decode 4 and prefill 512 of the first tensor parallel size alone",
+    )
+    return parser
+
+
+def _model(setting: Setting) -> ModelConfig:
+    return load_config(RELEASED) if setting.measures else default_config()
+
+
+def _tasks(options: argparse.Namespace, setting: Setting, config: ModelConfig) -> list[Task]:
+    tensor = options.tensor_parallel_size[:1] if options.quick else options.tensor_parallel_size
+    kinds = list(device_layers.kinds(config))
+    if setting.measures:
+        steps = device_layers.steps_of(
+            context=options.context,
+            decode=device_ops.FIRST_ROWS[:1] if options.quick else device_layers.DECODE_ROWS,
+            prefill=device_layers.PREFILL_TOKENS,
+        )
+        layers = min(options.layers or config.num_hidden_layers // 2, config.num_hidden_layers)
+    else:
+        steps = device_layers.steps_of(context=_TINY_CONTEXT, decode=(4,), prefill=_TINY_PREFILL)
+        steps, kinds = (steps[:1], kinds[:1]) if options.quick else (steps, kinds)
+        layers = min(options.layers or 1, config.num_hidden_layers)
+    decode = next(step for step in steps if step.tokens == device_ops.FIRST_ROWS[0])
+    return [
+        *device_ops.operation_tasks(setting, tensor=tensor, quick=options.quick),
+        *device_layers.layer_tasks(config, setting, steps, tensor=tensor, chosen=kinds),
+        device_stage.stage_task(
+            config, setting, decode, tensor=tensor[0], layers=layers, out=options.out
+        ),
+    ]
+
+
+def make_report(
+    options: argparse.Namespace,
+    setting: Setting,
+    config: ModelConfig,
+    outcome: Outcome,
+    seconds: float,
+) -> dict[str, Any]:
+    """Everything that was found, as JSON values."""
+    layers = outcome.facts.get(device_layers.PART, [])
+    return {
+        "measurement": setting.measures,
+        "device": describe_setting(setting),
+        "budget": options.seconds,
+        "seconds": seconds,
+        "context": options.context if setting.measures else _TINY_CONTEXT,
+        "operations": outcome.facts.get(device_ops.PART, []),
+        "layers": layers,
+        "stage": outcome.facts.get(device_stage.PART, []),
+        "extrapolated": device_layers.extrapolate(config, layers, stages=2),
+        "failed": [{"name": name, "error": error} for name, error in outcome.failed],
+        "dropped": outcome.dropped,
+    }
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """What is wrong, one sentence each."""
+    found = [
+        f"{facts['operation']} {facts['shape']}: {parity['figure']} is {parity['value']:.3g}, at "
+        f"most {parity['limit']:.3g} is right"
+        for facts in report["operations"]
+        for parity in facts["parity"]
+        if not parity["ok"]
+    ]
+    for part in ("layers", "stage"):
+        found += [
+            f"{part}, {facts.get('kind', facts['step'])}, {facts['step']}: results are not finite"
+            for facts in report[part]
+            if not facts["ok"]
+        ]
+    return found + [f"{one['name']}: {one['error']}" for one in report["failed"]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the check; returns 0, 1 if something is wrong on the device, or 3 if it cannot run."""
+    options = _parser().parse_args(arguments)
+    began = time.monotonic()
+    budget = Budget(options.seconds)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        setting = find_setting(options.seed, quick=options.quick)
+        config = _model(setting)
+        for size in options.tensor_parallel_size:
+            plan_tensor_parallel(config, size)
+    except OSError as error:
+        print(f"serving.bench.device: {options.out}: {error.strerror}", file=sys.stderr)
+        return 3
+    except (ConfigError, PartitionError, RuntimeError) as error:  # JAX found no device
+        print(f"serving.bench.device: {describe(error)}", file=sys.stderr)
+        return 3
+    say(f"{setting.device.device_kind}, {setting.implementation}, {options.seconds} s at most")
+    tasks = _tasks(options, setting, config)
+    workers = max(1, min(8, (os.cpu_count() or 2) // 2))
+    outcome = run_tasks(tasks, budget, workers=workers, say=say)
+    report = make_report(options, setting, config, outcome, time.monotonic() - began)
+    for ending, text in (
+        (".json", json.dumps(report, indent=1)),
+        (".md", as_markdown(report)),
+    ):
+        file = options.out / f"{NAME}{ending}"
+        file.write_text(text, encoding="utf-8")
+        print(f"saved {file}")
+    wrong = failures(report)
+    for sentence in wrong:
+        print(f"wrong: {sentence}")
+    print(
+        f"{len(report['operations'])} operations, {len(report['layers'])} layer steps, "
+        f"{len(wrong)} wrong, {len(report['dropped'])} dropped, jax {jax.__version__}"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
