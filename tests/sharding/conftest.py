@@ -35,10 +35,12 @@ def pipeline_of(tiny):
     """Builds a pipeline of the tiny model; equal arguments give the same one."""
 
     @functools.cache
-    def build(stages, *, tensor=1, expert=False, relay=False, shared_device=False):
+    def build(stages, *, tensor=1, expert=False, relay=False, places=None):
         config = tiny_config()
         plan = build_stage_plan(config, stages=stages, relay=relay)
-        devices = jax.devices()[:tensor] * len(stages) if shared_device else None
+        devices = None
+        if places:  # each stage's first device; stages may share them
+            devices = [device for i in places for device in jax.devices()[i : i + tensor]]
         division = plan_tensor_parallel(config, tensor, expert_parallel=expert)
         return build_pipeline(tiny, plan, division, devices=devices, progress=False)
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from tiny_pipeline import CROSSING, LENGTH
 
+pytestmark = pytest.mark.xdist_group("pipeline")
+
 HALVES = (3, 3)
 PARTITIONS = [
     ((6,), 1, False),
@@ -36,7 +38,7 @@ def test_stages_on_shared_devices_give_the_same_bits(logits_of, stages, tensor, 
     kind = options(stages, tensor, expert)
     apart = logits_of(stages, microbatches=2, **kind)
     np.testing.assert_array_equal(
-        logits_of(stages, microbatches=3, shared_device=True, **kind), apart
+        logits_of(stages, microbatches=3, places=(0,) * len(stages), **kind), apart
     )
 
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_pipeline import CROSSING, LEGAL, LENGTH
+from tiny_pipeline import CROSSING, LEGAL, LENGTH, step_sizes
 
-from dsv41_jax.host_batch import round_rows
-from dsv41_jax.inference import columns_for, generate, load, request_rows, window_ring
+from dsv41_jax.inference import generate, load, request_rows
 from sharding import stage_runner
 from sharding.rules import replicated
-from sharding.stage_runner import Bucket
+
+pytestmark = pytest.mark.xdist_group("pipeline")
 
 
 def test_legal_stages_give_the_logits_of_one_program(logits_of, whole):
@@ -25,9 +25,9 @@ def test_logits_do_not_depend_on_chunks_and_microbatches(logits_of, whole, chunk
     np.testing.assert_array_equal(cut, whole)
 
 
-def test_stages_on_one_device_give_the_bits_of_stages_on_their_own(logits_of):
+def test_stages_that_share_a_device_give_the_bits_of_stages_on_their_own(logits_of):
     apart = logits_of(LEGAL, microbatches=2)
-    np.testing.assert_array_equal(logits_of(LEGAL, shared_device=True, microbatches=3), apart)
+    np.testing.assert_array_equal(logits_of(LEGAL, places=(0, 0, 2), microbatches=3), apart)
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -77,10 +77,8 @@ def test_all_microbatches_are_dispatched_before_the_first_is_done(
     pipeline_of, token_ids, monkeypatch
 ):
     pipeline = dataclasses.replace(pipeline_of(LEGAL), microbatches=4)
-    config, pages = pipeline.config, columns_for(pipeline.config, LENGTH)
-    bucket = Bucket(tokens=round_rows(LENGTH), requests=1, columns=pages, logit_rows=LENGTH)
-    pools = dict(window_pages=window_ring(config, LENGTH), global_pages=pages, slots=1)
-    row = request_rows(config, token_ids.tolist(), 0, LENGTH, LENGTH)
+    bucket, pools = step_sizes()
+    row = request_rows(pipeline.config, token_ids.tolist(), 0, LENGTH, LENGTH)
     pipeline.step(pipeline.init_state(**pools), [row], bucket, None)  # compiles
     order = []
     dispatch = stage_runner.StageRunner.dispatch

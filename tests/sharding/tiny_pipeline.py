@@ -6,8 +6,8 @@ import numpy as np
 
 from dsv41_jax.checkpoint.synthetic import make_checkpoint
 from dsv41_jax.checkpoint.tiny_tokenizer import tiny_tokenizer
-from dsv41_jax.host_batch import round_rows
-from dsv41_jax.inference import columns_for, request_rows, window_ring
+from dsv41_jax.inference import columns_for, request_rows
+from dsv41_jax.verify.forward import CHUNK
 from serving.default_model import default_config
 from sharding.stage_runner import Bucket
 
@@ -53,14 +53,18 @@ def write_tiny(directory):
     return directory
 
 
+def step_sizes():
+    """Bucket and pools of any part of the prompt: those of `sharding.verify`, compiled once."""
+    pages = columns_for(tiny_config(), LENGTH)
+    bucket = Bucket(tokens=CHUNK, requests=1, columns=pages, logit_rows=CHUNK)
+    return bucket, dict(window_pages=pages, global_pages=pages, slots=1)
+
+
 def run(pipeline, token_ids, chunk):
     """Logits and final caches of a prompt; one compiled shape whatever the chunk."""
     config = pipeline.config
-    pages = columns_for(config, LENGTH)
-    bucket = Bucket(tokens=round_rows(LENGTH), requests=1, columns=pages, logit_rows=LENGTH)
-    states = pipeline.init_state(
-        window_pages=window_ring(config, LENGTH), global_pages=pages, slots=1
-    )
+    bucket, pools = step_sizes()
+    states = pipeline.init_state(**pools)
     logits = []
     for start in range(0, len(token_ids), chunk):
         stop = min(start + chunk, len(token_ids))
