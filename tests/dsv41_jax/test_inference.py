@@ -9,7 +9,14 @@ import pytest
 import dsv41_jax
 from dsv41_jax.checkpoint import CheckpointError
 
+pytestmark = pytest.mark.xdist_group("forward")
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+PROMPT, NEW, CHUNK = 96, 6, 64  # scored in the shape of test_row_independence
+
+
+@pytest.fixture(scope="module", params=["tiny_a", pytest.param("tiny_b", marks=pytest.mark.full)])
+def golden(request):
+    return GOLDEN / request.param
 
 
 @pytest.fixture(scope="module")
@@ -19,19 +26,19 @@ def model(golden):
 
 @pytest.fixture(scope="module")
 def prompt(golden):
-    return np.load(golden / "golden_greedy.npz")["prompt_ids"].tolist()
+    return np.load(golden / "golden_text.npz")["input_ids"][:PROMPT].tolist()
 
 
 def test_greedy_tokens_are_the_likeliest_of_their_scores(model, prompt):
-    tokens = dsv41_jax.generate(model, prompt, max_new_tokens=6)
-    assert 1 <= len(tokens) <= 6
-    logits = dsv41_jax.score(model, [*prompt, *tokens[:-1]], chunk_size=len(prompt))
+    tokens = dsv41_jax.generate(model, prompt, max_new_tokens=NEW)
+    assert 1 <= len(tokens) <= NEW
+    logits = dsv41_jax.score(model, [*prompt, *tokens[:-1]], chunk_size=CHUNK)
     assert logits[len(prompt) - 1 :].argmax(axis=1).tolist() == tokens
 
 
 def test_a_seed_decides_the_draws(model, prompt):
     def draw(seed):
-        return dsv41_jax.generate(model, prompt, max_new_tokens=6, temperature=1.0, seed=seed)
+        return dsv41_jax.generate(model, prompt, max_new_tokens=NEW, temperature=1.0, seed=seed)
 
     assert draw(3) == draw(3)
     assert len({tuple(draw(seed)) for seed in range(4)}) > 1
