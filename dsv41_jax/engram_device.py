@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.axes import TENSOR
@@ -26,16 +27,24 @@ class DeviceTables:
       tables: by layer, codes and scales of all rows, split by row.
     """
 
-    def __init__(self, tables: EngramTables, mesh: Mesh) -> None:
+    def __init__(self, tables: EngramTables, mesh: Mesh, *, progress: bool = False) -> None:
         """Copies tables to the devices, each device its rows.
 
         Args:
           tables: in any host memory; not kept.
           mesh: the devices, along `TENSOR`.
+          progress: whether to show a progress bar on stderr.
         """
         self.hasher: EngramHasher = tables.hasher
         self.layer_ids = tables.layer_ids
-        self.tables = jax.tree.map(functools.partial(_place, mesh), tables.tables)
+        with tqdm.tqdm(
+            total=sum(leaf.nbytes for leaf in jax.tree.leaves(tables.tables)),
+            desc="Copying Engram tables to the devices",
+            unit="B",
+            unit_scale=True,
+            disable=not progress,
+        ) as bar:
+            self.tables = jax.tree.map(functools.partial(_place, mesh, bar), tables.tables)
         self._gather = _gather_program(mesh)
         self._index_sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -57,13 +66,14 @@ def rows_per_device(rows: int, devices: int) -> int:
     return -(-rows // devices)
 
 
-def _place(mesh: Mesh, table: np.ndarray) -> jax.Array:
+def _place(mesh: Mesh, bar: tqdm.tqdm, table: np.ndarray) -> jax.Array:
     devices, (rows, width) = mesh.shape[TENSOR], table.shape
     share = rows_per_device(rows, devices)
 
     def read(index: tuple[slice, slice]) -> np.ndarray:
         begin = index[0].start or 0
         own = table[begin : begin + share]
+        bar.update(own.nbytes)
         return own if len(own) == share else np.pad(own, ((0, share - len(own)), (0, 0)))
 
     sharding = NamedSharding(mesh, PartitionSpec(TENSOR, None))

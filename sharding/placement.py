@@ -64,7 +64,9 @@ class TablePlacement:
             prefault=self.engram_prefault,
             progress=progress,
         )
-        return DeviceTables(tables, mesh) if self.engram == "device" else tables
+        if self.engram == "device":
+            return DeviceTables(tables, mesh, progress=progress)
+        return tables
 
     def open_embedding(
         self, path: str | pathlib.Path, config: ModelConfig

@@ -34,10 +34,12 @@ def test_rows_are_those_of_the_host_whoever_holds_them(devices):
         np.testing.assert_array_equal(found[layer].scales, rows.scales)
 
 
-def test_every_device_holds_its_share_of_rows():
+def test_every_device_holds_its_share_of_rows(capsys):
     tables = EngramTables.open(TINY, load_config(TINY), placement="device")
     mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR,))
-    for layer, table in DeviceTables(tables, mesh).tables.items():
+    placed = DeviceTables(tables, mesh, progress=True)
+    assert "Copying Engram tables to the devices: 100%" in capsys.readouterr().err
+    for layer, table in placed.tables.items():
         rows = len(tables.tables[layer].codes)
         shares = [shard.data.shape[0] for shard in table.codes.addressable_shards]
         assert shares == [-(-rows // 4)] * 4
