@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from dsv41_jax.axes import WHOLE, Partition
 from dsv41_jax.batch import TokenBatch
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.expert_offload import fetch_experts
 from dsv41_jax.layer_plan import SharingError, layer_spec
 from dsv41_jax.layers.block import Block, LayerTrace, Stream
 from dsv41_jax.layers.cached_block import read_block, write_block
@@ -75,6 +76,8 @@ class Stage:
       implementation: of the operations; see `pallas_kernels.dispatch`.
       embedding: whether the embedding is a parameter of the first stage, or the batch brings
         the rows of its tokens.
+      offloaded: layers whose routed experts are arguments in host memory; see
+        `dsv41_jax.expert_offload`.
     """
 
     config: ModelConfig
@@ -82,6 +85,7 @@ class Stage:
     partition: Partition = WHOLE
     implementation: Implementation = "xla"
     embedding: EmbeddingPlacement = "device"
+    offloaded: tuple[int, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -130,8 +134,11 @@ class Stage:
         if self.layers.start > last_source:
             batch = batch.late()
         main_hidden, traces = [], []
+        following, stream = self._layer_params(params, self.layers.start, stream)
         for layer in self.layers:
-            block, layer_params = self.block(layer), params[f"layers_{layer}"]
+            block, layer_params = self.block(layer), following
+            if layer + 1 in self.layers:
+                following, stream = self._layer_params(params, layer + 1, stream)
             with jax.named_scope(f"layer_{layer}"):
                 written, state, shared, cached = write_block(
                     block, layer_params, stream, batch, state, shared
@@ -148,6 +155,13 @@ class Stage:
             traces.append(dataclasses.replace(trace, **cached))
         head = self.head(params, stream, batch) if self.is_last else None
         return StageResult(stream, state, shared, head, tuple(main_hidden), tuple(traces))
+
+    def _layer_params(self, params: Params, layer: int, stream: Stream) -> tuple[Any, Stream]:
+        """Parameters of a layer, on the device or on their way there once the stream is."""
+        layer_params = params[f"layers_{layer}"]
+        if layer not in self.offloaded:
+            return layer_params, stream
+        return fetch_experts(layer_params, stream)
 
     def _read_block(self, block: Block, *arguments: Any) -> tuple[Stream, SharedState, LayerTrace]:
         try:

@@ -9,7 +9,15 @@ import jax
 
 from dsv41_jax.config import ConfigError, ModelConfig
 from sharding.limits import EngineLimits, engine_limits
-from sharding.memory import HostBytes, StageBytes, host_bytes, stage_bytes
+from sharding.memory import (
+    HostBytes,
+    StageBytes,
+    host_bytes,
+    layer_expert_bytes,
+    stage_bytes,
+    stage_offloads,
+)
+from sharding.offload import BUFFERS, StageOffload, offload_text
 from sharding.placement import TablePlacement
 from sharding.stage_plan import StagePlan
 from sharding.tensor_plan import TensorPlan
@@ -57,7 +65,7 @@ class Workload:
       microbatches: parts that a step is cut into.
       max_model_len, max_num_seqs, max_num_batched_tokens: see `EngineLimits`.
       kv_cache_memory_bytes: for the caches of one device; None for what the sizes need at most.
-      placement: where Engram tables and the embedding are.
+      placement: where Engram tables, the embedding and routed experts are.
     """
 
     config: ModelConfig
@@ -98,7 +106,16 @@ class Workload:
 
     def host(self) -> HostBytes:
         """Bytes of the hosts."""
-        return host_bytes(self.config, self.plan, self.placement)
+        return host_bytes(self.config, self.plan, self.tensor, self.placement)
+
+    def offloads(self) -> tuple[StageOffload, ...]:
+        """What each stage keeps in host memory; PartitionError where that saves nothing."""
+        return stage_offloads(self.config, self.plan, self.tensor, self.placement)
+
+    def offloading(self, size: int) -> "Workload":
+        """The same with `size` bytes of host memory for the experts of each device."""
+        placement = dataclasses.replace(self.placement, cpu_offload_bytes=size)
+        return dataclasses.replace(self, placement=placement)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +148,7 @@ def check_fit(workload: Workload, usable: int, device: str) -> tuple[StageBytes,
     raise FitError(
         f"stage {worst} needs {gib(held.total)} on each device, but a {device} has {gib(usable)} "
         f"for arrays: {gib(held.total - usable)} short. The largest: {named}. "
-        f"{_way_out(workload)}"
+        f"{_way_out(workload, usable)}"
     )
 
 
@@ -151,14 +168,35 @@ def check_devices(workload: Workload, devices: Sequence[jax.Device]) -> None:
         check_fit(workload, usable, kind)
 
 
-def _way_out(workload: Workload) -> str:
+def _way_out(workload: Workload, usable: int) -> str:
     fitting = [name for name, kind in DEVICE_KINDS.items() if fits(workload, kind.usable)]
     kinds = f"It fits {' and '.join(fitting)}" if fitting else "No known device holds it"
     tables = "leave Engram tables on the host (--engram-placement mmap), "
+    needed = least_offload(workload, usable)
+    offload = f", or keep experts in host memory (--cpu-offload-gb {needed})" if needed else ""
     return (
         f"{kinds}; or {tables if workload.placement.engram == 'device' else ''}"
-        "raise --tensor-parallel-size, or use more even stages"
+        f"raise --tensor-parallel-size, or use more even stages{offload}"
     )
+
+
+def least_offload(workload: Workload, usable: int) -> float | None:
+    """The least `--cpu-offload-gb` with which a workload fits, or None if none does."""
+    layer_bytes = sum(layer_expert_bytes(workload.config, workload.tensor))
+    most = max(len(stage.layers) for stage in workload.plan.stages)
+
+    def enough(more: int) -> bool:
+        return fits(workload.offloading((BUFFERS + more) * layer_bytes), usable)
+
+    if most <= BUFFERS or not enough(most - BUFFERS):
+        return None
+    more = 1 + _last(lambda count: not enough(count), most - BUFFERS)
+    return (10 * (BUFFERS + more) * layer_bytes // GIB + 1) / 10
+
+
+def is_needed(workload: Workload, usable: int) -> bool:
+    """Whether a workload that offloads experts would not fit without."""
+    return not fits(workload.offloading(0), usable)
 
 
 def fits(workload: Workload, usable: int) -> bool:
@@ -211,6 +249,7 @@ def _last(good: Callable[[int], bool], most: int) -> int:
 LABELS = {
     "experts": "routed experts",
     "expert_scales": "expert scales",
+    "arriving": "experts from the host",
     "dense": "dense FP8",
     "embedding": "embedding, head",
     "engram": "Engram tables",
@@ -271,6 +310,10 @@ def memory_facts(workload: Workload) -> dict[str, Any]:
             "engram": workload.placement.engram,
             "embedding": workload.placement.embedding,
         },
+        "offload": [
+            dataclasses.asdict(offload) | {"saved": offload.saved}
+            for offload in workload.offloads()
+        ],
     }
 
 
@@ -295,6 +338,8 @@ def fit_facts(workload: Workload, kind: DeviceKind, count: int) -> dict[str, Any
         "error": error,
         "largest_max_num_seqs": most.max_num_seqs,
         "largest_max_model_len": most.max_model_len,
+        "offloads": bool(workload.placement.cpu_offload_bytes),
+        "offload_needed": is_needed(workload, kind.usable),
         "kinds_that_fit": [n for n, k in DEVICE_KINDS.items() if fits(workload, k.usable)],
     }
 
@@ -314,6 +359,7 @@ def memory_text(facts: dict[str, Any]) -> list[str]:
             lines.append(_row(label, [_cell(stage[name]) for stage in stages]))
     lines.append(_row("total", [_cell(stage["total"]) for stage in stages]))
     host = facts["host"]
+    lines += offload_text(facts["offload"])
     lines.append(
         f"Hosts: {_tables_text(facts)}; up to {gib(host['loading'])} of buffers while loading; "
         f"disk {gib(host['disk'])}"
@@ -327,6 +373,8 @@ def _tables_text(facts: dict[str, Any]) -> str:
     if placement["engram"] != "device":
         where = "memory-mapped" if placement["engram"] == "mmap" else "in RAM"
         held = f"{gib(host['engram'])} of Engram tables, {where}"
+    if host["experts"]:
+        held += f"; {gib(host['experts'])} of routed experts, pinned"
     if host["embedding"]:
         held += f"; {gib(host['embedding'])} of embedding rows, memory-mapped"
     return held
@@ -343,6 +391,8 @@ def fit_text(facts: dict[str, Any]) -> list[str]:
             f"Largest that fits: {facts['largest_max_num_seqs']} requests at this context, or "
             f"{facts['largest_max_model_len']} tokens of context at this number of requests"
         )
+    if facts["offloads"] and not facts["offload_needed"]:
+        lines.append("--cpu-offload-gb is NOT needed: it fits without, and steps are faster")
     kinds = ", ".join(facts["kinds_that_fit"]) or "none"
     lines.append(f"Kinds that hold each stage's share: {kinds}")
     return lines

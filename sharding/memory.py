@@ -12,6 +12,7 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_device import rows_per_device
 from sharding.cache_sizes import CacheBytes, CacheSizes, cache_bytes, plan_cache
 from sharding.limits import EngineLimits, round_up
+from sharding.offload import StageOffload, plan_offload
 from sharding.placement import DEFAULT_PLACEMENT, TablePlacement
 from sharding.stage_plan import StageContents, StagePlan
 from sharding.tensor_plan import TensorPlan
@@ -32,8 +33,9 @@ class StageBytes:
     """What one device of a stage holds, in bytes.
 
     Attributes:
-      experts: codes of the routed experts.
+      experts: codes of the routed experts that stay on the device.
       expert_scales: their scales.
+      arriving: room for experts that are copied from host memory.
       dense: FP8 linears with their scales.
       embedding: rows of the embedding and of the head.
       engram: rows of Engram tables, where they are on the devices.
@@ -45,6 +47,7 @@ class StageBytes:
 
     experts: int
     expert_scales: int
+    arriving: int
     dense: int
     embedding: int
     engram: int
@@ -58,9 +61,9 @@ class StageBytes:
 
     @property
     def parameters(self) -> int:
-        """Of the text model, tables that are on the devices included."""
+        """Of the text model: what is on the device, its tables included."""
         dense = self.dense + self.embedding + self.engram + self.other
-        return self.experts + self.expert_scales + dense
+        return self.experts + self.expert_scales + self.arriving + dense
 
     @property
     def caches(self) -> int:
@@ -80,12 +83,14 @@ class HostBytes:
     Attributes:
       engram: Engram tables, memory-mapped or in RAM; processes share a memory map.
       embedding: the embedding's memory map, where its rows come from the host.
+      experts: routed experts that are offloaded, in pinned memory.
       loading: buffers while parameters are loaded, at most: one layer of every stage.
       disk: the checkpoint.
     """
 
     engram: int
     embedding: int
+    experts: int
     loading: int
     disk: int
 
@@ -113,17 +118,44 @@ def stage_bytes(
 
     Raises:
       ConfigError: the budget does not hold one request of max_model_len.
+      PartitionError: the placement offloads too little.
     """
+    offloads = stage_offloads(config, plan, tensor, placement)
+    codes, scales = layer_expert_bytes(config, tensor)
     parameters = [_parameters(config, stage, tensor, placement) for stage in plan.stages]
     sizes = plan_stage_caches(config, plan, limits, budget)
     return tuple(
         StageBytes(
-            **held,
+            **held
+            | {
+                "experts": held["experts"] - len(offload.layers) * codes,
+                "expert_scales": held["expert_scales"] - len(offload.layers) * scales,
+                "arriving": offload.arriving,
+            },
             **_caches(config, stage, limits, sizes),
             temporaries=_temporaries(config, stage, tensor, limits, microbatches),
         )
-        for held, stage in zip(parameters, plan.stages, strict=True)
+        for held, offload, stage in zip(parameters, offloads, plan.stages, strict=True)
     )
+
+
+def stage_offloads(
+    config: ModelConfig, plan: StagePlan, tensor: TensorPlan, placement: TablePlacement
+) -> tuple[StageOffload, ...]:
+    """What each stage keeps in host memory; PartitionError where that saves nothing."""
+    layer_bytes = sum(layer_expert_bytes(config, tensor))
+    return plan_offload(plan, layer_bytes, placement.cpu_offload_bytes)
+
+
+@functools.lru_cache(maxsize=64)
+def layer_expert_bytes(config: ModelConfig, tensor: TensorPlan) -> tuple[int, int]:
+    """Codes and scales of one layer's routed experts on one device; layers are alike."""
+    sizes = {"weight": 0, "scale": 0}
+    for name, spec in expected_tensors(config).items():
+        if name.startswith("layers.0.") and ".experts.0." in name:
+            share = math.prod(device_shape(name, spec, tensor)) * tensor.experts
+            sizes[name.rsplit(".", 1)[1]] += share * spec.nbytes // math.prod(spec.shape)
+    return sizes["weight"], sizes["scale"]
 
 
 def plan_stage_caches(
@@ -153,7 +185,10 @@ def stage_cache_bytes(config: ModelConfig, stage: StageContents, page_size: int)
 
 
 def host_bytes(
-    config: ModelConfig, plan: StagePlan, placement: TablePlacement = DEFAULT_PLACEMENT
+    config: ModelConfig,
+    plan: StagePlan,
+    tensor: TensorPlan,
+    placement: TablePlacement = DEFAULT_PLACEMENT,
 ) -> HostBytes:
     """What the hosts of all stages need; pages of memory maps are given back under pressure."""
     expected = expected_tensors(config)
@@ -169,6 +204,8 @@ def host_bytes(
     return HostBytes(
         engram=0 if placement.engram == "device" else engram,
         embedding=head if placement.embedding == "host" else 0,
+        experts=tensor.devices
+        * sum(offload.host for offload in stage_offloads(config, plan, tensor, placement)),
         loading=sum(max(layer, head) for layer in largest),
         disk=sum(spec.nbytes for spec in expected.values()),
     )

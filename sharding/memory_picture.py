@@ -12,8 +12,8 @@ LEFT, RIGHT = 130, 110
 COLORS = dict(
     zip(
         LABELS.values(),
-        "#1565c0 #64b5f6 #2e7d32 #8d6e00 #00838f #90a4ae #6a1b9a #ad1457 #f06292 #4e342e #ff8f00 "
-        "#cfd8dc".split(),
+        "#1565c0 #64b5f6 #0277bd #2e7d32 #8d6e00 #00838f #90a4ae #6a1b9a #ad1457 #f06292 #4e342e "
+        "#ff8f00 #cfd8dc".split(),
         strict=True,
     )
 )

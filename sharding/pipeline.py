@@ -24,6 +24,7 @@ from dsv41_jax.model import EmbeddingPlacement, Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from dsv41_jax.state import StageState
 from pallas_kernels.dispatch import Implementation, resolve
+from sharding.memory import stage_offloads
 from sharding.mesh import stage_meshes
 from sharding.microbatch import cut_rows, microbatch_tokens, num_logits, sampling_rows
 from sharding.placement import DEFAULT_PLACEMENT, TablePlacement
@@ -186,13 +187,14 @@ def build_pipeline(
       tensor: how a stage divides over its devices; one device per stage if None.
       microbatches: parts that a step is cut into; as many as stages if None.
       devices: stage by stage, all of JAX's if None; stages may share devices.
-      placement: where Engram tables and the embedding are.
+      placement: where Engram tables, the embedding and routed experts are.
       implementation: of the operations; the default of the backend if None.
       progress: whether to show progress bars on stderr.
 
     Raises:
       ConfigError: config.json does not describe a model this project runs.
-      PartitionError: the plan is of another model, is not legal, or needs more devices.
+      PartitionError: the plan is of another model, is not legal, or needs more devices; or the
+        placement offloads too little.
       CheckpointError: the shards are incomplete, damaged or of another model.
     """
     directory = pathlib.Path(path)
@@ -202,7 +204,14 @@ def build_pipeline(
     meshes = stage_meshes(len(plan.stages), tensor.devices, devices)
     tokenizer = read_tokenizer(directory) if config.engram is not None else None
     runners = []
-    steps = stage_steps(config, plan, tensor, resolve(implementation), placement.embedding)
+    steps = stage_steps(
+        config,
+        plan,
+        tensor,
+        resolve(implementation),
+        placement.embedding,
+        [offload.layers for offload in stage_offloads(config, plan, tensor, placement)],
+    )
     for step, mesh in zip(steps, meshes, strict=True):
         engram = None
         if step.contents.engram_layers:
@@ -223,17 +232,26 @@ def stage_steps(
     tensor: TensorPlan,
     implementation: Implementation,
     embedding: EmbeddingPlacement = "device",
+    offloaded: Sequence[tuple[int, ...]] | None = None,
 ) -> list[StageStep]:
-    """The computation of every stage; the plan is taken as it is."""
+    """The computation of every stage; the plan is taken as it is.
+
+    Args:
+      config, plan, tensor: the model and how it is spread.
+      implementation: of the operations.
+      embedding: where it is.
+      offloaded: layers of each stage whose experts are in host memory; none if None.
+    """
     partition = partition_of(tensor)
     boundaries = [*plan.boundaries, None]
+    offloaded = [()] * len(plan.stages) if offloaded is None else offloaded
     return [
         StageStep(
-            Stage(config, contents.layers, partition, implementation, embedding),
+            Stage(config, contents.layers, partition, implementation, embedding, layers),
             contents,
             boundary,
         )
-        for contents, boundary in zip(plan.stages, boundaries, strict=True)
+        for contents, boundary, layers in zip(plan.stages, boundaries, offloaded, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Where the tables are that need not be on the devices: options, and opening the tables."""
+"""What need not be on the devices: options of tables and experts, and opening the tables."""
 
 import argparse
 import dataclasses
@@ -14,11 +14,12 @@ from dsv41_jax.embedding_table import EmbeddingTable
 from dsv41_jax.engram_device import DeviceTables
 from dsv41_jax.engram_table import EngramRows, EngramTables, Placement
 from dsv41_jax.model import EmbeddingPlacement
+from sharding.offload import GIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlacement:
-    """Where tables are looked up, as asked for.
+    """Where tables and routed experts are, as asked for.
 
     Attributes:
       engram: "mmap" leaves Engram tables in the files, "ram" copies them to host memory,
@@ -26,11 +27,13 @@ class TablePlacement:
       engram_prefault: whether memory-mapped Engram tables are read before anything is served.
       embedding: "device" splits the embedding over the devices of the first stage, "host" leaves
         it in the files and sends a step's rows.
+      cpu_offload_bytes: host memory for routed experts of each device; see `sharding.offload`.
     """
 
     engram: Placement = "mmap"
     engram_prefault: bool = False
     embedding: EmbeddingPlacement = "device"
+    cpu_offload_bytes: int = 0
 
     def open_engram(
         self,
@@ -98,6 +101,16 @@ def add_placement_options(group: argparse._ActionsContainer) -> None:
         help="the embedding split over the devices of the first stage, or a memory map on the "
         "host; %(default)s",
     )
+    group.add_argument(
+        "--cpu-offload-gb",
+        type=_gib,
+        default=0,
+        dest="cpu_offload_bytes",
+        metavar="N",
+        help="GiB of pinned host memory for each device that hold routed experts of its stage's "
+        "last layers, as many as fit; every step copies them, so only for devices that are too "
+        "small; 0",
+    )
 
 
 def placement_options(args: argparse.Namespace, *, engram_prefault: bool = False) -> TablePlacement:
@@ -106,4 +119,16 @@ def placement_options(args: argparse.Namespace, *, engram_prefault: bool = False
         engram=args.engram_placement,
         engram_prefault=engram_prefault,
         embedding=args.embedding_placement,
+        cpu_offload_bytes=args.cpu_offload_bytes,
     )
+
+
+def _gib(text: str) -> int:
+    """Bytes, from a number of GiB."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB from 0")
+    return int(number * GIB)

@@ -21,6 +21,7 @@ from sharding.compile_report import compile_facts, compile_fit
 from sharding.compiled import ALL_STEPS, SERVER_STEPS, StepKind, named_steps, server_steps
 from sharding.deviceless import NoCompilerError, check_compiler
 from sharding.fit import DEVICE_KINDS, DeviceKind, Workload, fit_facts, memory_facts, parse_devices
+from sharding.memory import stage_offloads
 from sharding.options import (
     PartitionOptions,
     add_partition_options,
@@ -54,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{args.max_num_seqs}: a step holds a token of every running request"
         )
     if args.compile is not None:
+        if args.cpu_offload_bytes:
+            parser.error(
+                "--compile cannot be combined with --cpu-offload-gb: without a device the compiler "
+                "knows no host memory and would count the experts as the device's"
+            )
         try:
             check_compiler()
         except NoCompilerError as error:
@@ -67,9 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plan is None:
         facts = refusal_facts(config, options, error or "")
         return _finish({"model": args.model, **facts}, as_json=args.json)
+    offload_error = None if tensor is None else _offload_error(args, config, plan, tensor)
+    error = "\n".join(filter(None, (error, offload_error))) or None
     facts = plan_facts(config, plan, options, tensor, error=error)
     workload, devices = None, None
-    if tensor is not None:
+    if tensor is not None and offload_error is None:
         workload = _workload(args, config, plan, tensor, options)
         devices = _devices(parser, args.devices, workload)
         facts |= _memory(workload, devices)
@@ -84,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as problem:
             parser.error(f"--picture {args.picture} cannot be written: {problem.strerror}")
     return _finish({"model": args.model, **facts}, as_json=args.json)
+
+
+def _offload_error(
+    args: argparse.Namespace, config: ModelConfig, plan: StagePlan, tensor: TensorPlan
+) -> str | None:
+    """Why the experts cannot be offloaded as asked, or None."""
+    try:
+        stage_offloads(config, plan, tensor, placement_options(args))
+    except PartitionError as error:
+        return str(error)
+    return None
 
 
 def _workload(

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.axes import EXPERT, TENSOR, Partition
 from dsv41_jax.checkpoint.loader import load_params
+from dsv41_jax.expert_offload import HOST
 from dsv41_jax.layer_plan import layer_spec
 from dsv41_jax.model import Params, Stage
 from sharding.tensor_plan import TensorPlan
@@ -28,6 +29,24 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def parameter_specs(stage: Stage) -> Params:
     """PartitionSpecs in the shape of the stage's parameter tree; allocates nothing."""
     return nn.get_partition_spec(_boxed_parameters(stage))
+
+
+def parameter_shardings(stage: Stage, mesh: Mesh, specs: Params) -> Params:
+    """Shardings of a stage's parameters; routed experts of offloaded layers in host memory.
+
+    Args:
+      stage: the layers.
+      mesh: the stage's devices.
+      specs: see `parameter_specs`.
+    """
+    offloaded = {f"layers_{layer}" for layer in stage.offloaded}
+
+    def sharding(path: tuple, spec: PartitionSpec) -> NamedSharding:
+        keys = [part.key for part in path]
+        on_host = keys[0] in offloaded and keys[1:3] == ["ffn", "experts"]
+        return NamedSharding(mesh, spec, memory_kind=HOST if on_host else None)
+
+    return jax.tree_util.tree_map_with_path(sharding, specs)
 
 
 def abstract_parameters(stage: Stage, mesh: Mesh) -> Params:
@@ -94,13 +113,11 @@ def load_stage_params(
     Raises:
       CheckpointError: the directory is not a complete checkpoint of the stage's configuration.
     """
-
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return load_params(
         path,
         stage.config,
         layers=stage.layers,
-        shardings=shardings,
+        shardings=parameter_shardings(stage, mesh, specs),
         embedding=stage.embedding == "device",
         progress=progress,
     )

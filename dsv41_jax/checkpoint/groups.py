@@ -193,5 +193,9 @@ def assemble(
     if sharding is None:
         [(_, value)] = values
         return jax.device_put(value)
-    arrays = [jax.device_put(value, device) for part, value in values for device in part.devices]
+    places = {device: device for device in sharding.addressable_devices}
+    if sharding.memory_kind is not None:
+        kind = sharding.memory_kind
+        places = {d: jax.sharding.SingleDeviceSharding(d, memory_kind=kind) for d in places}
+    arrays = [jax.device_put(value, places[d]) for part, value in values for d in part.devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
