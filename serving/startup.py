@@ -28,7 +28,7 @@ from serving.runner import Runner, token_buckets
 from serving.tokenizer import Tokenizer, TokenizerError
 from sharding.cache_sizes import CacheBudgetError, CacheSizes
 from sharding.distributed import PlanMismatchError, agree, plan_digest
-from sharding.fit import FitError, Workload, check_devices
+from sharding.fit import FitError, Workload, check_devices, offload_news
 from sharding.hosts import check_processes, own_devices
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import plan_stage_caches, stage_cache_bytes
@@ -171,8 +171,11 @@ def _load(path: Path, options: EngineOptions, say: Say, processes: int) -> _Load
     )
     if processes > 1:
         _check_processes(workload, options, limits, processes)
-    check_devices(workload, own_devices(jax.devices()[: workload.devices]))
-    if workload.devices == 1:
+    devices = own_devices(jax.devices()[: workload.devices])
+    check_devices(workload, devices)
+    for line in offload_news(workload, devices):
+        say(line)
+    if workload.devices == 1 and not options.placement.cpu_offload_bytes:
         runner = _one_device(path, config, tokenizer, options, limits, sizes)
     else:
         microbatches = workload.microbatches

@@ -26,6 +26,7 @@ GIB = 2**30
 _RESERVED = 2.05  # GiB of a device that the context and the collectives take
 _MOST_REQUESTS = 4096
 _NAMED = 3  # components that a refusal names
+_NOT_NEEDED = "--cpu-offload-gb is NOT needed: it fits without, and steps are faster"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +159,32 @@ def check_devices(workload: Workload, devices: Sequence[jax.Device]) -> None:
     Raises:
       FitError: see `check_fit`.
     """
-    known = [
+    told = _least_memory(devices)
+    if told is not None:
+        check_fit(workload, *told)
+
+
+def offload_news(workload: Workload, devices: Sequence[jax.Device]) -> list[str]:
+    """Lines about experts in host memory, and whether the devices could do without.
+
+    Raises:
+      PartitionError: that saves nothing.
+    """
+    lines = offload_text([offload.facts() for offload in workload.offloads()])
+    told = _least_memory(devices)
+    if lines and told is not None and not is_needed(workload, told[0]):
+        lines.append(_NOT_NEEDED)
+    return lines
+
+
+def _least_memory(devices: Sequence[jax.Device]) -> tuple[int, str] | None:
+    """Bytes and kind of the smallest device, or None where none tells its memory."""
+    told = [
         (stats["bytes_limit"], device.device_kind)
         for device in devices
         if "bytes_limit" in (stats := device.memory_stats() or {})
     ]
-    if known:
-        usable, kind = min(known)
-        check_fit(workload, usable, kind)
+    return min(told, default=None)
 
 
 def _way_out(workload: Workload, usable: int) -> str:
@@ -310,10 +329,7 @@ def memory_facts(workload: Workload) -> dict[str, Any]:
             "engram": workload.placement.engram,
             "embedding": workload.placement.embedding,
         },
-        "offload": [
-            dataclasses.asdict(offload) | {"saved": offload.saved}
-            for offload in workload.offloads()
-        ],
+        "offload": [offload.facts() for offload in workload.offloads()],
     }
 
 
@@ -392,7 +408,7 @@ def fit_text(facts: dict[str, Any]) -> list[str]:
             f"{facts['largest_max_model_len']} tokens of context at this number of requests"
         )
     if facts["offloads"] and not facts["offload_needed"]:
-        lines.append("--cpu-offload-gb is NOT needed: it fits without, and steps are faster")
+        lines.append(_NOT_NEEDED)
     kinds = ", ".join(facts["kinds_that_fit"]) or "none"
     lines.append(f"Kinds that hold each stage's share: {kinds}")
     return lines

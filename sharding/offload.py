@@ -32,6 +32,10 @@ class StageOffload:
         """Bytes that the device need not hold."""
         return self.host - self.arriving
 
+    def facts(self) -> dict[str, Any]:
+        """As JSON values."""
+        return dataclasses.asdict(self) | {"saved": self.saved}
+
 
 NOTHING_OFFLOADED = StageOffload(layers=(), host=0, arriving=0)
 
@@ -78,7 +82,7 @@ def _offload(layers: range, layer_bytes: int, budget: int) -> StageOffload:
 
 
 def offload_text(stages: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines about stages that offload, each a `StageOffload` with `saved` as a dict."""
+    """Lines about the stages that offload, of `StageOffload.facts` of each."""
     lines = []
     for i, stage in enumerate(stages):
         if stage["layers"]:
