@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,19 +125,20 @@ def _tasks(options: argparse.Namespace, setting: Setting, config: ModelConfig) -
 
 def make_report(
     options: argparse.Namespace,
-    setting: Setting,
+    described: dict[str, Any],
     config: ModelConfig,
     outcome: Outcome,
     seconds: float,
 ) -> dict[str, Any]:
     """Everything that was found, as JSON values."""
     layers = outcome.facts.get(device_layers.PART, [])
+    on_gpu = described["platform"] == "gpu"
     return {
-        "measurement": setting.measures,
-        "device": describe_setting(setting),
+        "measurement": on_gpu,
+        "device": described,
         "budget": options.seconds,
         "seconds": seconds,
-        "context": options.context if setting.measures else _TINY_CONTEXT,
+        "context": options.context if on_gpu else _TINY_CONTEXT,
         "operations": outcome.facts.get(device_ops.PART, []),
         "layers": layers,
         "stage": outcome.facts.get(device_stage.PART, []),
@@ -169,7 +169,6 @@ def failures(report: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the check; returns 0, 1 if something is wrong on the device, or 3 if it cannot run."""
     options = _parser().parse_args(arguments)
-    began = time.monotonic()
     budget = Budget(options.seconds)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -186,15 +185,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(f"{setting.device.device_kind}, {setting.implementation}, {options.seconds} s at most")
     tasks = _tasks(options, setting, config)
     workers = max(1, min(8, (os.cpu_count() or 2) // 2))
-    outcome = run_tasks(tasks, budget, workers=workers, say=say)
-    report = make_report(options, setting, config, outcome, time.monotonic() - began)
-    for ending, text in (
-        (".json", json.dumps(report, indent=1)),
-        (".md", as_markdown(report)),
-    ):
-        file = options.out / f"{NAME}{ending}"
-        file.write_text(text, encoding="utf-8")
-        print(f"saved {file}")
+    described = describe_setting(setting)
+
+    def save(outcome: Outcome) -> dict[str, Any]:
+        report = make_report(options, described, config, outcome, budget.spent)
+        for ending, text in (
+            (".json", json.dumps(report, indent=1)),
+            (".md", as_markdown(report)),
+        ):
+            (options.out / f"{NAME}{ending}").write_text(text, encoding="utf-8")
+        return report
+
+    # Kept along the way, so that a check that is cut off leaves what it has found.
+    report = save(run_tasks(tasks, budget, workers=workers, say=say, keep=save))
+    print(f"saved {options.out / NAME}.json and .md")
     wrong = failures(report)
     for sentence in wrong:
         print(f"wrong: {sentence}")

@@ -3,8 +3,9 @@
 import functools
 import pathlib
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -140,22 +141,25 @@ def _prepare(
         if setting.measures:
             seconds = median_seconds(lambda: several(_STEPS)) / _STEPS
             facts |= speed(setting, seconds, *layer_work(config, stage, step, None))
-        folder = out / TRACE
-        with jax.profiler.trace(str(folder)):
-            jax.block_until_ready(several(1))
+        profile = save_profile(lambda: jax.block_until_ready(several(1)), out / TRACE)
         facts["trace"] = TRACE
         if setting.measures:
-            facts |= read_trace(folder, kernels)
+            facts |= kernel_share(profile.planes, kernels)
         return [facts]
 
     return measure
 
 
-def read_trace(folder: pathlib.Path, kernels: set[str]) -> Facts:
-    """`kernel_share` of the newest profile in a folder."""
-    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-    profile = jax.profiler.ProfileData.from_file(str(files[-1]))
-    return kernel_share(profile.planes, kernels)
+def save_profile(run: Callable[[], Any], folder: pathlib.Path) -> jax.profiler.ProfileData:
+    """Profiles a call; the profile's files, one of them for Perfetto, go right into `folder`."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as nested:
+        with jax.profiler.trace(nested):
+            run()
+        files = [file for file in pathlib.Path(nested).rglob("*") if file.is_file()]
+        saved = [file.replace(folder / file.name) for file in files]
+    profile = next(file for file in saved if file.name.endswith(".xplane.pb"))
+    return jax.profiler.ProfileData.from_file(str(profile))
 
 
 def kernel_share(planes: Iterable[Any], kernels: Sequence[str] | set[str]) -> Facts:

@@ -77,7 +77,12 @@ class Budget:
 
 
 def run_tasks(
-    tasks: Iterable[Task], budget: Budget, *, workers: int, say: Callable[[str], None]
+    tasks: Iterable[Task],
+    budget: Budget,
+    *,
+    workers: int,
+    say: Callable[[str], None],
+    keep: Callable[[Outcome], object],
 ) -> Outcome:
     """Runs tasks in order of priority; whatever fails is noted and the rest goes on.
 
@@ -88,10 +93,12 @@ def run_tasks(
       budget: of all of them together.
       workers: programs that compile at once.
       say: takes a line of progress.
+      keep: takes what is known so far, every now and then.
     """
     facts: dict[str, list[Facts]] = {}
     failed: list[tuple[str, str]] = []
     dropped: list[str] = []
+    outcome = Outcome(facts=facts, failed=failed, dropped=dropped)
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
         for chunk in _chunks(sorted(tasks, key=lambda task: task.priority)):
             kept = chunk[: budget.holds(chunk[0])]
@@ -116,7 +123,8 @@ def run_tasks(
                     say(f"{budget.spent:5.0f} s  {task.name}")
                 del future  # its program holds memory of the device
             budget.learn(kept[0].part, (time.monotonic() - began) / len(kept))
-    return Outcome(facts=facts, failed=failed, dropped=dropped)
+            keep(outcome)
+    return outcome
 
 
 def _chunks(tasks: Sequence[Task]) -> Iterable[list[Task]]:

@@ -69,7 +69,7 @@ def test_layers_and_a_traced_stage_run(checked):
     _, folder, report = checked
     assert [facts["kind"] for facts in report["layers"]] == ["window"]
     assert all(facts["ok"] for facts in [*report["layers"], *report["stage"]])
-    assert list((folder / report["stage"][0]["trace"]).rglob("*.xplane.pb"))
+    assert list((folder / report["stage"][0]["trace"]).glob("*.xplane.pb"))
 
 
 def task(name, prepare, priority=0, guess=1.0):
@@ -77,6 +77,8 @@ def task(name, prepare, priority=0, guess=1.0):
 
 
 def test_what_fails_is_named_and_the_rest_goes_on():
+    kept = []
+
     def fails_to_compile():
         raise ValueError("no such\n  instruction")
 
@@ -88,8 +90,9 @@ def test_what_fails_is_named_and_the_rest_goes_on():
         task("a", fails_to_compile),
         task("b", lambda: fails_to_run),
     ]
-    outcome = run_tasks(tasks, Budget(60), workers=2, say=lambda line: None)
+    outcome = run_tasks(tasks, Budget(60), workers=2, say=str, keep=kept.append)
     assert outcome.facts == {"p": [{"x": 1}]}
+    assert kept == [outcome, outcome]  # after each priority
     assert outcome.failed == [
         ("a", "ValueError: no such instruction"),
         ("b", "RuntimeError: illegal address"),
@@ -99,9 +102,9 @@ def test_what_fails_is_named_and_the_rest_goes_on():
 def test_what_the_budget_does_not_hold_is_named_least_important_first_to_go():
     done = lambda: lambda: [{}]  # noqa: E731
     tasks = [task("long", done, priority=1, guess=100.0), task("short", done)]
-    outcome = run_tasks(tasks, Budget(50), workers=1, say=lambda line: None)
+    outcome = run_tasks(tasks, Budget(50), workers=1, say=str, keep=str)
     assert len(outcome.facts["p"]) == 2  # the first one taught what they cost
-    assert run_tasks(tasks[:1], Budget(50), workers=1, say=str).dropped == ["long"]
+    assert run_tasks(tasks[:1], Budget(50), workers=1, say=str, keep=str).dropped == ["long"]
 
 
 def test_a_loop_of_calls_has_the_results_of_one():
