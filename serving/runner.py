@@ -16,6 +16,7 @@ from dsv41_jax.host_batch import RequestRows, build_batch, lookup_of
 from dsv41_jax.model import Params, Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from dsv41_jax.state import init_state
+from pallas_kernels.dispatch import resolve
 from serving.batch_builder import empty_sampling
 from sharding.cache_sizes import CacheSizes
 from sharding.limits import EngineLimits, round_up
@@ -101,7 +102,12 @@ class Runner:
             global_pages=cache_sizes.global_pages,
             slots=cache_sizes.slots,
         )
-        self._stage = Stage(config, layers, embedding="device" if embedding is None else "host")
+        self._stage = Stage(
+            config,
+            layers,
+            implementation=resolve(None),
+            embedding="device" if embedding is None else "host",
+        )
         self._programs: dict[int, jax.stages.Compiled] = {}
 
     @property

@@ -27,6 +27,7 @@ FLOORS = {
     "slots": 2,
     "layers": 3,
     "vision": 3,
+    "expert_offload": 4,
     "model": 4,
     "draft": 4,
     "sampling": 4,
