@@ -11,6 +11,8 @@ import numpy as np
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.row_matmul import Format, row_matmul
 
+_FORMAT = Format(load=lambda *_: None, decode=lambda block, _: block, rows=lambda rows: rows)
+
 
 def dense_matmul(x: jax.Array, weight: jax.Array, *, implementation: Implementation) -> jax.Array:
     """x @ weight.T: exact products of bf16 values, summed in float32.
@@ -33,11 +35,7 @@ def dense_matmul(x: jax.Array, weight: jax.Array, *, implementation: Implementat
         x,
         weight,
         name="dense_matmul",
-        format=Format(
-            load=lambda *_: None,
-            decode=lambda block, _: block,
-            rows=lambda rows: rows,
-        ),
+        format=_FORMAT,
         implementation=implementation,
     )
 

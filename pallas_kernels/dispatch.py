@@ -1,5 +1,7 @@
 """Which implementation of an operation runs, and the one place that launches kernels."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -48,7 +50,8 @@ def launch(
     Inside `shard_map` a kernel needs `check_vma=False`.
 
     Args:
-      kernel: the body, over refs of the arguments and then of the results.
+      kernel: the body, over refs of the arguments and then of the results; a function of a
+        module, or a `functools.partial` of one whose keywords can be compared.
       *arguments: arrays; FP4 codes and E8M0 scales as uint8.
       name: what profiles and dumps call it.
       grid: programs along each axis.
@@ -65,16 +68,61 @@ def launch(
     """
     for array in (*arguments, *jax.tree.leaves(out_shape)):
         check_offsets(name, array.shape, array.dtype.itemsize)
-    return pl.pallas_call(
-        kernel,
+    settings: dict[str, Any] = {}
+    while isinstance(kernel, functools.partial):
+        settings = {**kernel.keywords, **settings}
+        kernel = kernel.func
+    call = _Call(
+        kernel=kernel,
+        settings=tuple(sorted(settings.items())),
         name=name,
         grid=grid,
+        blocks=tuple(spec.block_shape for spec in jax.tree.leaves((in_specs, out_specs))),
+        results=tuple(jax.tree.leaves(out_shape)),
+        specs=(in_specs, out_specs, out_shape),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        interpret=implementation == "pallas_interpret",
+        aliases=tuple((input_output_aliases or {}).items()),
+    )
+    return _run(call, *arguments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A launch, but for its arguments.
+
+    Index maps and the structure of results are left out of comparisons: they follow from the
+    kernel, its settings and the shapes.
+    """
+
+    kernel: Callable[..., None]
+    settings: tuple[tuple[str, Any], ...]
+    name: str
+    grid: tuple[int, ...]
+    blocks: tuple[Any, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    specs: tuple[Any, Any, Any] = dataclasses.field(compare=False)
+    num_warps: int
+    num_stages: int
+    interpret: bool
+    aliases: tuple[tuple[int, int], ...]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(call: _Call, *arguments: jax.Array) -> Any:
+    """Layers that launch alike share one trace and one lowering, which take most of the time."""
+    in_specs, out_specs, out_shape = call.specs
+    return pl.pallas_call(
+        functools.partial(call.kernel, **dict(call.settings)),
+        name=call.name,
+        grid=call.grid,
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
-        input_output_aliases=input_output_aliases or {},
-        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        interpret=implementation == "pallas_interpret",
+        input_output_aliases=dict(call.aliases),
+        compiler_params=triton.CompilerParams(num_warps=call.num_warps, num_stages=call.num_stages),
+        interpret=call.interpret,
     )(*arguments)
 
 

@@ -42,7 +42,7 @@ def scaled_matmul(
         weight,
         scale,
         name="scaled_matmul",
-        format=Format(load=_load_scales, decode=_decode, rows=_quantize_rows),
+        format=_QUANTIZED_ROWS,
         implementation=implementation,
     )
 
@@ -78,7 +78,7 @@ def grouped_output(
         weight,
         scale,
         name="grouped_output",
-        format=Format(load=_load_scales, decode=_decode, rows=lambda rows: rows),
+        format=_PLAIN_ROWS,
         implementation=implementation,
         groups=groups,
     )
@@ -138,6 +138,10 @@ def _decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 def _quantize_rows(rows: jax.Array) -> jax.Array:
     return kernel_math.quantize_fp8_block(rows.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+_QUANTIZED_ROWS = Format(load=_load_scales, decode=_decode, rows=_quantize_rows)
+_PLAIN_ROWS = Format(load=_load_scales, decode=_decode, rows=lambda rows: rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
