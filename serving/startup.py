@@ -29,7 +29,7 @@ from serving.tokenizer import Tokenizer, TokenizerError
 from sharding.cache_sizes import CacheBudgetError, CacheSizes
 from sharding.distributed import PlanMismatchError, agree, plan_digest
 from sharding.fit import FitError, Workload, check_devices, offload_news
-from sharding.hosts import check_processes, own_devices
+from sharding.hosts import check_processes, own_devices, stage_devices
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import plan_stage_caches, stage_cache_bytes
 from sharding.mesh import provide_cpu_devices, stage_meshes
@@ -188,6 +188,7 @@ def _load(path: Path, options: EngineOptions, say: Say, processes: int) -> _Load
             plan,
             tensor,
             microbatches=microbatches,
+            devices=stage_devices(),
             placement=options.placement,
         )
         runner = PipelineRunner(
@@ -219,7 +220,9 @@ def _check_processes(
         "embedding": options.placement.embedding,
     }
     agree(plan_digest(workload.config, workload.plan, workload.tensor, **sizes))
-    check_processes(stage_meshes(len(workload.plan.stages), workload.tensor.devices), processes)
+    devices = workload.tensor.devices
+    meshes = stage_meshes(len(workload.plan.stages), devices, stage_devices())
+    check_processes(meshes, workload.plan, processes)
     if options.placement.engram == "device":
         raise PartitionError(
             "--engram-placement device is not supported on several processes; use mmap or ram"

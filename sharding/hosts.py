@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sharding.rules import replicated
-from sharding.stage_plan import PartitionError
+from sharding.stage_plan import PartitionError, StagePlan
 
 
 def own_devices(devices: Iterable[jax.Device]) -> list[jax.Device]:
@@ -22,31 +22,44 @@ def processes_of(mesh: Mesh) -> list[int]:
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
-def check_processes(meshes: Sequence[Mesh], count: int) -> None:
+def on_one_process(meshes: Sequence[Mesh]) -> bool:
+    """Whether all devices of some meshes are the same process's."""
+    return len({process for mesh in meshes for process in processes_of(mesh)}) == 1
+
+
+def stage_devices() -> list[jax.Device]:
+    """All devices in the order of the stages: process 0, which chooses tokens, has the last."""
+    devices = jax.devices()
+    first = [device for device in devices if device.process_index == 0]
+    return [device for device in devices if device.process_index != 0] + first
+
+
+def check_processes(meshes: Sequence[Mesh], plan: StagePlan, count: int) -> None:
     """Refuses stages that this project does not run on several processes.
 
     Args:
       meshes: by stage.
+      plan: the stages.
       count: processes in all.
 
     Raises:
       PartitionError: names the stage or the process.
     """
-    first = processes_of(meshes[0])
-    for stage, mesh in enumerate(meshes):
-        if processes_of(mesh) != first:
-            raise PartitionError(
-                f"pipeline stage 0 is on processes {first}, but stage {stage} on "
-                f"{processes_of(mesh)}: stages on different processes are not supported; use one "
-                "stage and a --tensor-parallel-size of all devices"
-            )
-    idle = [process for process in range(count) if process not in first]
+    used = {process for mesh in meshes for process in processes_of(mesh)}
+    idle = [process for process in range(count) if process not in used]
     if idle:
         needed = sum(mesh.size for mesh in meshes)
         raise PartitionError(
             f"the partition has {needed} devices, and none of process {idle[0]}'s: start fewer "
-            "processes, or raise --tensor-parallel-size to all devices"
+            "processes, or raise --tensor-parallel-size or the number of stages to all devices"
         )
+    for stage, boundary in enumerate(plan.boundaries):
+        if boundary.relay and not on_one_process(meshes[stage : stage + 2]):
+            raise PartitionError(
+                f"the relay of pipeline stage {stage} to {stage + 1} would pass from processes "
+                f"{processes_of(meshes[stage])} to {processes_of(meshes[stage + 1])}, which is not "
+                "supported: cut where nothing is relayed, or keep both stages on one process"
+            )
 
 
 def place(value: Any, mesh: Mesh) -> Any:

@@ -24,6 +24,8 @@ from dsv41_jax.model import EmbeddingPlacement, Stage
 from dsv41_jax.sampling import Sampled, SamplingBatch
 from dsv41_jax.state import StageState
 from pallas_kernels.dispatch import Implementation, resolve
+from sharding.hop import Hop
+from sharding.hosts import on_one_process, own_devices
 from sharding.memory import stage_offloads
 from sharding.mesh import stage_meshes
 from sharding.microbatch import cut_rows, microbatch_tokens, num_logits, sampling_rows
@@ -41,11 +43,11 @@ class MicrobatchResult:
     """What the last stage computes of one microbatch; still on its way when it is returned.
 
     Attributes:
-      value: tokens, or float32[L, V] logits.
+      value: tokens, or float32[L, V] logits; None where the last stage is on other processes.
       num_logits: real rows; they come first.
     """
 
-    value: Sampled | jax.Array
+    value: Sampled | jax.Array | None
     num_logits: int
 
 
@@ -101,6 +103,11 @@ class Pipeline:
             carried = None
             for index, stage in enumerate(self.stages):
                 last = index == len(self.stages) - 1
+                if stage.hop is not None:
+                    carried = stage.hop.carry(carried, bucket.tokens)
+                if not stage.is_here:
+                    carried = None
+                    continue
                 carried, current[index] = stage.dispatch(
                     current[index], part, bucket, carried, chosen if last else None
                 )
@@ -186,7 +193,8 @@ def build_pipeline(
       plan: its stages, from `sharding.stage_plan.build_stage_plan`.
       tensor: how a stage divides over its devices; one device per stage if None.
       microbatches: parts that a step is cut into; as many as stages if None.
-      devices: stage by stage, all of JAX's if None; stages may share devices.
+      devices: stage by stage, all of JAX's if None; stages may share devices. Where they are of
+        several processes, each loads the stages that it has devices of.
       placement: where Engram tables, the embedding and routed experts are.
       implementation: of the operations; the default of the backend if None.
       progress: whether to show progress bars on stderr.
@@ -212,7 +220,14 @@ def build_pipeline(
         placement.embedding,
         [offload.layers for offload in stage_offloads(config, plan, tensor, placement)],
     )
-    for step, mesh in zip(steps, meshes, strict=True):
+    for index, (step, mesh) in enumerate(zip(steps, meshes, strict=True)):
+        hop = None
+        if index and not on_one_process((meshes[index - 1], mesh)):
+            hop = Hop(config, meshes[index - 1], mesh)
+        specs = parameter_specs(step.stage)
+        if not own_devices(mesh.devices.flat):
+            runners.append(StageRunner(step, mesh, {}, specs, None, hop=hop))
+            continue
         engram = None
         if step.contents.engram_layers:
             layers = step.contents.engram_layers
@@ -220,9 +235,8 @@ def build_pipeline(
                 directory, config, mesh, layers=layers, tokenizer=tokenizer, progress=progress
             )
         embedding = placement.open_embedding(directory, config) if step.stage.is_first else None
-        specs = parameter_specs(step.stage)
         params = load_stage_params(directory, step.stage, mesh, specs, progress=progress)
-        runners.append(StageRunner(step, mesh, params, specs, engram, embedding))
+        runners.append(StageRunner(step, mesh, params, specs, engram, embedding, hop))
     return Pipeline(config, plan, tuple(runners), microbatches or len(plan.stages))
 
 

@@ -20,7 +20,8 @@ from dsv41_jax.sampling import Sampled, SamplingBatch, sample
 from dsv41_jax.shared_state import SharedState
 from dsv41_jax.state import StageState, init_state
 from sharding.boundary import bundle_shardings, bundle_specs, gather_rows, shard_rows
-from sharding.hosts import place
+from sharding.hop import Hop
+from sharding.hosts import own_devices, place
 from sharding.relay import Bundle, add_replicas, receive, send
 from sharding.rules import parameter_shardings, replicated
 from sharding.stage_plan import Boundary, StageContents
@@ -106,6 +107,8 @@ class StageRunner:
       params: parameters of the stage's layers, sharded over the mesh.
       engram: where rows of the stage's Engram layers come from, or None where it has none.
       embedding: the embedding of a first stage that leaves it on the host.
+      hop: from the stage before, where that is on other processes.
+      is_here: whether this process has devices of the stage; without it holds no part of it.
       program: the jitted step; compiled once for each bucket.
     """
 
@@ -117,6 +120,7 @@ class StageRunner:
         specs: Params,
         engram: EngramRows | None,
         embedding: EmbeddingTable | None = None,
+        hop: Hop | None = None,
     ) -> None:
         """
         Args:
@@ -124,13 +128,15 @@ class StageRunner:
           mesh: the stage's devices.
           params: see above.
           specs: how they are sharded.
-          engram, embedding: see above.
+          engram, embedding, hop: see above.
         """
         self.step = step
         self.mesh = mesh
         self.params = params
         self.engram = engram
         self.embedding = embedding
+        self.hop = hop
+        self.is_here = bool(own_devices(mesh.devices.flat))
         self.program = stage_program(step, mesh, specs)
 
     def with_engram(self, engram: EngramRows) -> "StageRunner":
@@ -152,8 +158,10 @@ class StageRunner:
         replicas = self.step.contents.replicas
         return add_replicas(stage.config, state, replicas, global_pages=global_pages)
 
-    def init_state(self, **pools: int) -> StageState:
-        """Zeroed caches on every device of the stage; see `make_state`."""
+    def init_state(self, **pools: int) -> StageState | None:
+        """Zeroed caches on every device of the stage; see `make_state`. None if it is not here."""
+        if not self.is_here:
+            return None
         make = functools.partial(self.make_state, **pools)
         return jax.jit(make, out_shardings=replicated(self.mesh))()
 
@@ -181,7 +189,7 @@ class StageRunner:
     ) -> tuple[StageOutput, StageState]:
         """Starts one microbatch and returns before it is done; see `StageStep`."""
         batch, sampling = self.place((self.batch(rows, bucket), sampling))
-        if received is not None:
+        if received is not None and self.hop is None:
             received = jax.device_put(received, bundle_shardings(self.mesh))
         return self.program(self.params, state, batch, received, sampling)
 

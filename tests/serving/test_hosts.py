@@ -1,5 +1,6 @@
 """One server of two processes that share every layer, used by the openai client."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import threading
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -100,9 +100,10 @@ def ends(processes):
     ]
 
 
-@pytest.fixture(scope="module")
-def served(model):
-    with started(model, HALVES, HALVES) as processes:
+@contextlib.contextmanager
+def served(model, *partition):
+    """Both processes, and the address once they serve."""
+    with started(model, partition, partition) as processes:
         lines = queue.SimpleQueue()
 
         def read():
@@ -113,13 +114,9 @@ def served(model):
         threading.Thread(target=read, daemon=True).start()
         while not (line := lines.get(timeout=500)).startswith("ready"):
             assert line, processes[0].stderr.read()
-        yield processes, re.match(r"ready: (\S+) ", line)[1]
-
-
-@pytest.fixture
-def client(served):
-    with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="x", max_retries=0) as client:
-        yield client
+        url = re.match(r"ready: (\S+) ", line)[1]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            yield processes, client
 
 
 def complete(client, prompt, tokens, *, extra=None, **options):
@@ -135,43 +132,51 @@ def complete(client, prompt, tokens, *, extra=None, **options):
     return [int(t.removeprefix("token_id:")) for t in answer.choices[0].logprobs.tokens]
 
 
-def test_two_processes_serve_the_tokens_of_one(client, model):
+def check_tokens(client, model, stages, tensor):
+    """The server's tokens are those of the same partition in one process."""
     config = load_config(model)
     pipeline = build_pipeline(
-        model, build_stage_plan(config), plan_tensor_parallel(config, 2), progress=False
+        model,
+        build_stage_plan(config, stages=stages),
+        plan_tensor_parallel(config, tensor),
+        progress=False,
     )
     expected = pipeline.generate(PROMPT, max_new_tokens=12)
-    assert complete(client, PROMPT, 12) == expected
     drawn = pipeline.generate(PROMPT[:3], max_new_tokens=8, temperature=1.0, seed=5)
-    assert complete(client, PROMPT[:3], 8, temperature=1.0, seed=5) == drawn
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        greedy = pool.submit(complete, client, PROMPT, 12)
+        sampled = pool.submit(complete, client, PROMPT[:3], 8, temperature=1.0, seed=5)
+        assert greedy.result() == expected and sampled.result() == drawn
 
 
-def test_changes_of_logits_reach_all_processes(client):
-    assert complete(client, PROMPT[:3], 4, logit_bias={"17": 100}) == [17] * 4
-    chosen = client.completions.create(
-        model="tiny",
-        prompt="x",
-        max_tokens=20,
-        extra_body={"structured_outputs": {"choice": ["hello world"]}},
-    )
-    assert chosen.choices[0].text == "hello world"
+def test_one_stage_on_two_processes_that_one_leaves(model):
+    with served(model, *HALVES) as ((leader, follower), client):
+        check_tokens(client, model, (2,), 2)
+        # Changes of logits reach all processes.
+        assert complete(client, PROMPT[:3], 4, logit_bias={"17": 100}) == [17] * 4
+        chosen = {"structured_outputs": {"choice": ["hello world"]}}
+        answer = client.completions.create(
+            model="tiny", prompt="x", max_tokens=20, extra_body=chosen
+        )
+        assert answer.choices[0].text == "hello world"
+
+        stream = client.completions.create(
+            model="tiny", prompt="x", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        follower.send_signal(signal.SIGKILL)
+        with pytest.raises(openai.APIError):
+            for _ in stream:
+                pass
+        assert leader.wait(60) == 1
+        assert "process 1 has failed: its connection is lost" in leader.stderr.read()
 
 
-def test_a_lost_process_ends_the_server(served, client):
-    """The last test that uses the server."""
-    (leader, follower), url = served
-    stream = client.completions.create(
-        model="tiny", prompt="x", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    follower.send_signal(signal.SIGKILL)
-    with pytest.raises(openai.APIError):
-        for _ in stream:
-            pass
-    assert leader.wait(60) == 1
-    assert "process 1 has failed: its connection is lost" in leader.stderr.read()
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"{url}/health")
+def test_two_stages_on_a_process_each_that_end_together(model):
+    with served(model, "--pipeline-stages", "1,1") as ((leader, follower), client):
+        check_tokens(client, model, (1, 1), 1)
+        follower.send_signal(signal.SIGTERM)  # asks process 0 to end the server
+        assert leader.wait(60) == 0 and follower.wait(60) == 0
 
 
 def test_processes_with_other_sizes_are_refused_with_both_digests(model):
@@ -179,14 +184,6 @@ def test_processes_with_other_sizes_are_refused_with_both_digests(model):
         results = ends(processes)
     assert [status for status, _ in results] == [3, 3]
     assert all(re.search("process 1 has plan [0-9a-f]+, but process 0", e) for _, e in results)
-
-
-def test_stages_on_different_processes_are_refused(model):
-    stages = ("--pipeline-stages", "1,1")
-    with started(model, stages, stages) as processes:
-        results = ends(processes)
-    assert [status for status, _ in results] == [3, 3]
-    assert "stage 0 is on processes [0], but stage 1 on [1]" in results[0][1]
 
 
 @dataclasses.dataclass
@@ -203,10 +200,20 @@ class Devices:
 
 
 def test_every_process_must_have_a_device_of_the_partition():
-    check_processes([Devices(0, 1)], 2)
-    check_processes([Devices(0, 1), Devices(0, 1)], 2)
+    plan = build_stage_plan(default_config())
+    check_processes([Devices(0, 1)], plan, 2)
     with pytest.raises(PartitionError, match="has 2 devices, and none of process 1's"):
-        check_processes([Devices(0, 0)], 2)
+        check_processes([Devices(0, 0)], plan, 2)
+
+
+def test_no_relay_between_processes():
+    config = default_config()
+    meshes = [Devices(1, 1), Devices(0, 0)]
+    check_processes(meshes, build_stage_plan(config, stages=(4, 4)), 2)
+    relay = build_stage_plan(config, stages=(5, 3), relay=True)
+    with pytest.raises(PartitionError, match=r"stage 0 to 1 would pass from processes \[1\] to"):
+        check_processes(meshes, relay, 2)
+    check_processes([Devices(0), Devices(0)], relay, 1)
 
 
 @pytest.mark.parametrize(
