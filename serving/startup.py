@@ -218,6 +218,7 @@ def _check_processes(
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "microbatches": workload.microbatches,
         "embedding": options.placement.embedding,
+        "cpu_offload_bytes": options.placement.cpu_offload_bytes,
     }
     agree(plan_digest(workload.config, workload.plan, workload.tensor, **sizes))
     devices = workload.tensor.devices
