@@ -16,6 +16,7 @@ from sharding.roofline import CHIPS, Chip
 _LAUNCH_SECONDS = 3e-6  # what a kernel takes at least, to choose how often it is launched
 _LOOP_SECONDS = 5e-3  # of a timed call, if all goes as fast as it can
 _MOST_ROUNDS = 500
+_SLOWER = frozenset({"PCIe", "NVL"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,17 +70,27 @@ class Setting:
 def find_setting(seed: int, *, quick: bool) -> Setting:
     """JAX's first device, and what is known of its kind."""
     device = jax.devices()[0]
-    known = (chip for chip in CHIPS if chip.name in device.device_kind)
-    caches = [
-        chip.l2_bytes for chip in deviceless.CHIPS.values() if chip.name in device.device_kind
-    ]
+    chip = find_chip(device.device_kind) if device.platform == "gpu" else None
+    name = "H100" if chip is None else chip.name
+    caches = {known.name.split()[1]: known.l2_bytes for known in deviceless.CHIPS.values()}
     return Setting(
         device=device,
-        chip=next(known, None) if device.platform == "gpu" else None,
-        cache_bytes=caches[0] if caches else deviceless.CHIPS["h100-80"].l2_bytes,
+        chip=chip,
+        cache_bytes=caches[name],
         seed=seed,
         quick=quick,
     )
+
+
+def find_chip(kind: str) -> Chip | None:
+    """The limits of a device that the driver calls `kind`; None where they are not known.
+
+    Modules on PCIe cards and in pairs are slower than those whose limits are known.
+    """
+    words = kind.split()
+    if _SLOWER.intersection(words):
+        return None
+    return next((chip for chip in CHIPS if chip.name in words), None)
 
 
 def describe_setting(setting: Setting) -> dict[str, str | int | float | None]:

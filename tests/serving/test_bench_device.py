@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import types
 
 import jax
@@ -141,6 +142,15 @@ def test_a_written_row_in_the_wrong_place_is_found():
 def setting(quick=False):
     found = device_setting.find_setting(0, quick=quick)
     return dataclasses.replace(found, chip=CHIPS[1])
+
+
+def test_devices_are_known_by_their_names():
+    found = {
+        kind: device_setting.find_chip(kind)
+        for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA B200")
+    }
+    assert [chip and chip.name for chip in found.values()] == ["H100", "H200", None, "B200"]
+    assert device_setting.find_chip("NVIDIA H100 PCIe") is None
 
 
 def test_large_weights_are_made_of_repeated_blocks():
@@ -289,3 +299,22 @@ def test_refusals_are_a_sentence_and_status_3(tmp_path, capsys):
     assert "Not a directory" in capsys.readouterr().err
     assert device.main(["--out", str(tmp_path), "--tensor-parallel-size", "3"]) == 3
     assert "do not divide by the tensor parallel size 3" in capsys.readouterr().err
+
+
+@pytest.mark.cuda12
+def test_loops_launch_the_kernel_on_every_set_of_arguments_and_copy_none():
+    from sharding.deviceless import h100_devices, target_of
+
+    shape = next(s for s in scaled_matmul.SHAPES if s.name == "decode 4 wo_b tp2")
+    case = device_ops.Case(module=scaled_matmul, shape=shape, references=False)
+    here = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
+    given = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
+        [scaled_matmul.abstract_arguments(shape)] * 3,
+    )
+    program = jax.jit(device_ops._program(case, "pallas", rounds=50))
+    with target_of("h100-80"):
+        text = program.trace(given).lower().compile().as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    assert " while(" in text
+    assert not re.findall(r"= f8e4m3fn\S* copy\(", text)
