@@ -157,6 +157,11 @@ def failures(report: dict[str, Any]) -> list[str]:
         for parity in facts["parity"]
         if not parity["ok"]
     ]
+    found += [
+        f"{facts['operation']} {facts['shape']}: the reference fails, {facts['reference_error']}"
+        for facts in report["operations"]
+        if "reference_error" in facts
+    ]
     for part in ("layers", "stage"):
         found += [
             f"{part}, {facts.get('kind', facts['step'])}, {facts['step']}: results are not finite"
@@ -170,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the check; returns 0, 1 if something is wrong on the device, or 3 if it cannot run."""
     options = _parser().parse_args(arguments)
     budget = Budget(options.seconds)
+    # As a server has it; JAX reads it when it first meets the device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         setting = find_setting(options.seed, quick=options.quick)

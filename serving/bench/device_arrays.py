@@ -20,6 +20,7 @@ from pallas_kernels.packed_rows import PackedRows
 
 _E2M1_SPREAD = 3.0  # root mean square of the values of random E2M1 codes
 _MIDDLE = 127  # E8M0 of one
+_DRAWN_EXPERTS = 8
 _NOT_NAN = 0xBF  # clears a bit of every E4M3 code that is NaN
 
 
@@ -90,7 +91,11 @@ def _draw(
 ) -> jax.Array:
     """Values of a distribution; bytes are all alike, or near the middle of a scale's."""
     if dtype == jnp.uint8:
-        codes = jax.random.bits(key, shape, jnp.uint8)
+        # Experts repeat the first few: generators need several times the memory of their result.
+        some = (min(shape[0], _DRAWN_EXPERTS), *shape[1:]) if len(shape) == 3 else shape
+        codes = jax.random.bits(key, some, jnp.uint8)
+        times = -(-shape[0] // some[0])
+        codes = jnp.tile(codes, (times, *[1] * (len(shape) - 1)))[: shape[0]]
         return codes % jnp.uint8(3) + jnp.uint8(mean - 1) if spread else codes
     return (mean + spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 

@@ -26,7 +26,7 @@ from pallas_kernels import (
 from pallas_kernels.dispatch import Implementation
 from serving.bench.device_parity import compare
 from serving.bench.device_setting import Setting
-from serving.bench.device_tasks import Facts, Measure, Task, median_seconds, repeat
+from serving.bench.device_tasks import Facts, Measure, Task, describe, median_seconds, repeat
 
 PART = "operations"
 OPERATIONS: tuple[ModuleType, ...] = (
@@ -187,7 +187,8 @@ def moved_bytes(case: Case, arguments: Any) -> int:
 def prepare(case: Case, setting: Setting) -> Measure:
     """Compiles kernel and reference in loops; returns what makes arguments and measures."""
     shape, module = case.shape, case.module
-    moved = module.bytes(shape, shape.chosen) if module is grouped_matmul else module.bytes(shape)
+    expected = (module.active_experts(shape),) if module is grouped_matmul else ()
+    moved = module.bytes(shape, *expected)
     copies = 1
     if setting.measures and module is not kv_write:
         copies = max(1, min(_MOST_COPIES, -(-2 * setting.cache_bytes // moved)))
@@ -204,21 +205,22 @@ def prepare(case: Case, setting: Setting) -> Measure:
         return jax.jit(program, compiler_options=COMPILER_OPTIONS).lower(given).compile()
 
     kernel = compiled(setting.implementation, copies, rounds)
-    reference = compiled("xla", 1, reference_rounds)
+    try:
+        reference: jax.stages.Compiled | str = compiled("xla", 1, reference_rounds)
+    except Exception as error:  # the compiler may refuse it in any way
+        reference = describe(error)
 
     def measure() -> list[Facts]:
         arguments = make_arguments(case, setting.seed)
         sets = [arguments]
         for _ in range(copies - 1):
             sets.append(jax.tree.map(lambda a: jnp.array(a, copy=True), arguments))
-        found, wanted = kernel(sets)[0], reference([arguments])[0]
-        deviations = compare(case.operation, *jax.device_get((found, wanted)), arguments)
+        found = jax.block_until_ready(kernel(sets))[0]
         facts: Facts = {
             "operation": case.operation,
             "shape": shape.name,
             "rows": shape.rows,
-            "parity": [dataclasses.asdict(d) | {"ok": d.ok} for d in deviations],
-            "ok": all(d.ok for d in deviations),
+            **_parity(case, found, reference, arguments),
         }
         if setting.measures:
             bytes_, flops = moved_bytes(case, arguments), module.flops(shape)
@@ -226,12 +228,27 @@ def prepare(case: Case, setting: Setting) -> Measure:
             facts |= speed(setting, seconds, bytes_, flops)
             facts["cached"] = bytes_ * copies < setting.cache_bytes
             facts["launches"] = rounds * copies
-            if case.references:
+            if case.references and "reference_error" not in facts:
                 slow = median_seconds(lambda: reference([arguments])) / reference_rounds
                 facts["reference_seconds"] = slow
         return [facts]
 
     return measure
+
+
+def _parity(case: Case, found: Any, reference: jax.stages.Compiled | str, arguments: Any) -> Facts:
+    """How far results are from the reference's, or why it has none: the times stay."""
+    try:
+        if isinstance(reference, str):
+            raise RuntimeError(reference)
+        wanted = reference([arguments])[0]
+        deviations = compare(case.operation, *jax.device_get((found, wanted)), arguments)
+    except Exception as error:  # such as too little memory
+        return {"parity": [], "ok": False, "reference_error": describe(error)}
+    return {
+        "parity": [dataclasses.asdict(d) | {"ok": d.ok} for d in deviations],
+        "ok": all(d.ok for d in deviations),
+    }
 
 
 def _program(case: Case, implementation: Implementation, rounds: int) -> Any:

@@ -79,9 +79,13 @@ def _operations(report: Facts) -> list[str]:
     header += [*_SPEED, "reference over kernel"] if timed else []
     rows = []
     for facts in report["operations"]:
-        worst = max(facts["parity"], key=_badness)
-        row = [facts["operation"], facts["shape"], "ok" if facts["ok"] else "**FAILED**"]
-        row += [f"{worst['figure']} {worst['value']:.2g}", f"{worst['limit']:.2g}"]
+        row = [facts["operation"], facts["shape"]]
+        if facts["parity"]:
+            worst = max(facts["parity"], key=_badness)
+            row += ["ok" if facts["ok"] else "**FAILED**"]
+            row += [f"{worst['figure']} {worst['value']:.2g}", f"{worst['limit']:.2g}"]
+        else:
+            row += ["**NOT CHECKED**", "the reference fails", "-"]
         if timed:
             speed = _speed(facts)
             if facts["cached"]:
@@ -167,5 +171,10 @@ def _stage(report: Facts) -> list[str]:
 
 def _missing(report: Facts) -> list[str]:
     lines = [f"- {one['name']}: failed, {one['error']}" for one in report["failed"]]
+    lines += [
+        f"- {facts['operation']} {facts['shape']}: the reference fails, {facts['reference_error']}"
+        for facts in report["operations"]
+        if "reference_error" in facts
+    ]
     lines += [f"- {name}: dropped, the time was up" for name in report["dropped"]]
     return lines or ["Nothing."]

@@ -273,6 +273,15 @@ def test_a_failed_parity_is_wrong(checked):
     assert "is 0.5, at most 1e-05 is right" in sentence
 
 
+def test_a_reference_that_fails_is_named_and_leaves_the_times(measured):
+    measured["operations"][0] |= {"parity": [], "ok": False, "reference_error": "X: no memory"}
+    (sentence,) = [line for line in device.failures(measured) if "X: no memory" in line]
+    assert sentence.startswith("scaled_matmul tiny")
+    text = as_markdown(measured)
+    assert "| **NOT CHECKED** | the reference fails | - | 2.0 |" in text
+    assert f"- {sentence}" in text
+
+
 def test_a_failed_parity_ends_with_status_1(tmp_path, monkeypatch):
     shape = rms_norm.Shape(name="tiny", rows=4, channels=32)
     case = device_ops.Case(module=rms_norm, shape=shape, references=False)
