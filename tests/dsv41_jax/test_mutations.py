@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_compiler import compiled_anew
 
 from dsv41_jax import engram_hash, model
 from dsv41_jax.layers import block, cached_block, compressor, indexer, moe, rotary
@@ -38,20 +39,6 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # 7 is masked by them, 8 comes last.
 WINDOW, ENGRAM, PAIRS, CANDIDATES = range(0, 1), range(1, 2), range(2, 3), range(5, 6)
 MASKED, LAST = range(5, 8), range(5, 9)
-
-
-# The same roundings from a compiler that takes a third of the time.
-QUICK = {
-    "xla_allow_excess_precision": False,
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
-
-
-def compiled_anew(fn, **options):
-    """A function of its own, so that no trace from before a bug was planted is used."""
-    return jax.jit(lambda *args: fn(*args), compiler_options=QUICK, **options)
 
 
 @pytest.fixture(autouse=True)
