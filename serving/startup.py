@@ -29,7 +29,7 @@ from serving.tokenizer import Tokenizer, TokenizerError
 from sharding.cache_sizes import CacheBudgetError, CacheSizes
 from sharding.distributed import PlanMismatchError, agree, plan_digest
 from sharding.fit import FitError, Workload, check_devices, offload_news
-from sharding.hosts import check_processes, own_devices, stage_devices
+from sharding.hosts import check_processes, on_one_process, own_devices, stage_devices
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import plan_stage_caches, stage_cache_bytes
 from sharding.mesh import provide_cpu_devices, stage_meshes
@@ -224,9 +224,10 @@ def _check_processes(
     devices = workload.tensor.devices
     meshes = stage_meshes(len(workload.plan.stages), devices, stage_devices())
     check_processes(meshes, workload.plan, processes)
-    if options.placement.engram == "device":
+    if options.placement.engram == "device" and not all(on_one_process([m]) for m in meshes):
         raise PartitionError(
-            "--engram-placement device is not supported on several processes; use mmap or ram"
+            "--engram-placement device is not supported where a stage is on several processes; use "
+            "mmap or ram"
         )
 
 

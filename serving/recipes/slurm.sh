@@ -1,5 +1,5 @@
 #!/bin/bash
-# One server on two nodes of 4 GPUs each: every layer over all 8 devices. sbatch serving/recipes/slurm.sh
+# One server on two nodes of 4 GPUs each, a stage on each: sbatch serving/recipes/slurm.sh
 #SBATCH --job-name=dsv41
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -16,6 +16,6 @@ model="${MODEL:-/data/DeepSeek-V4.1-Flash}"
 # scancel sends SIGTERM, and SIGKILL after KillWait (30 s): requests get less than that to finish.
 exec srun --kill-on-bad-exit=1 \
     python -m serving.main --distributed --model "$model" --host 0.0.0.0 --port 8000 \
-    --tensor-parallel-size 8 --max-model-len 131072 --max-num-seqs 4 \
+    --pipeline-stages 20,20 --tensor-parallel-size 4 --max-model-len 131072 --max-num-seqs 4 \
     --max-num-batched-tokens 512 --kv-cache-memory-bytes 4G --engram-placement ram \
     --shutdown-timeout 20

@@ -186,6 +186,14 @@ def test_processes_with_other_sizes_are_refused_with_both_digests(model):
     assert all(re.search("process 1 has plan [0-9a-f]+, but process 0", e) for _, e in results)
 
 
+def test_what_a_follower_lacks_is_named_by_both(model, tmp_path):
+    with started(model, HALVES, (*HALVES, "--model", str(tmp_path / "gone"))) as processes:
+        results = ends(processes)
+    assert [status for status, _ in results] == [3, 3]
+    assert results[0][1].startswith("serving.main: process 1 has failed: --model ")
+    assert "does not exist" in results[0][1] and "does not exist" in results[1][1]
+
+
 @dataclasses.dataclass
 class Device:
     process_index: int
