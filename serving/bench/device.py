@@ -5,6 +5,7 @@ there is no GPU everything runs at tiny sizes, interpreted, and shows parity alo
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -18,9 +19,9 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.config_checks import ConfigError
 from dsv41_jax.hf_config import RELEASED, load_config
 from serving.bench import device_layers, device_ops, device_stage
-from serving.bench.device_report import as_markdown
+from serving.bench.device_report import as_markdown, show
 from serving.bench.device_setting import Setting, describe_setting, find_setting
-from serving.bench.device_tasks import Budget, Outcome, Task, describe, run_tasks
+from serving.bench.device_tasks import Budget, Outcome, Task, run_tasks
 from serving.default_model import default_config
 from sharding.stage_plan import PartitionError
 from sharding.tensor_plan import plan_tensor_parallel
@@ -35,11 +36,14 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _positive(text: str) -> int:
-    value = int(text) if text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def _whole(text: str, least: int = 0) -> int:
+    value = int(text) if text.isdecimal() and len(text) < 10 else -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return value
+
+
+_positive = functools.partial(_whole, least=1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,13 +90,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens in the caches of each decoding request; %(default)s",
     )
-    parser.add_argument("--seed", type=int, default=42, help="of all values; %(default)s")
+    parser.add_argument(
+        "--seed", type=_whole, default=42, metavar="N", help="of all values; %(default)s"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
         help="decode 4 and prefill 512 of the first tensor parallel size alone",
     )
     return parser
+
+
+class NoDeviceError(RuntimeError):
+    """JAX offers no device."""
+
+
+def _setting(options: argparse.Namespace) -> Setting:
+    try:
+        return find_setting(options.seed, quick=options.quick)
+    except RuntimeError as error:
+        raise NoDeviceError(f"JAX offers no device: {error}") from None
 
 
 def _model(setting: Setting) -> ModelConfig:
@@ -151,8 +168,8 @@ def make_report(
 def failures(report: dict[str, Any]) -> list[str]:
     """What is wrong, one sentence each."""
     found = [
-        f"{facts['operation']} {facts['shape']}: {parity['figure']} is {parity['value']:.3g}, at "
-        f"most {parity['limit']:.3g} is right"
+        f"{facts['operation']} {facts['shape']}: {parity['figure']} is {show(parity['value'])}, "
+        f"at most {show(parity['limit'])} is right"
         for facts in report["operations"]
         for parity in facts["parity"]
         if not parity["ok"]
@@ -179,32 +196,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        setting = find_setting(options.seed, quick=options.quick)
-        config = _model(setting)
+        setting = _setting(options)
+        config, described = _model(setting), describe_setting(setting)
         for size in options.tensor_parallel_size:
             plan_tensor_parallel(config, size)
+
+        def save(outcome: Outcome) -> dict[str, Any]:
+            report = make_report(options, described, config, outcome, budget.spent)
+            for ending, text in (
+                (".json", json.dumps(report, indent=1)),
+                (".md", as_markdown(report)),
+            ):
+                (options.out / f"{NAME}{ending}").write_text(text, encoding="utf-8")
+            return report
+
+        save(Outcome(facts={}, failed=[], dropped=[]))
+        say(f"{setting.device.device_kind}, {setting.implementation}, {options.seconds} s at most")
+        # Kept along the way, so that a check that is cut off leaves what it has found.
+        report = save(
+            run_tasks(
+                _tasks(options, setting, config),
+                budget,
+                workers=max(1, min(8, (os.cpu_count() or 2) // 2)),
+                say=say,
+                keep=save,
+            )
+        )
     except OSError as error:
-        print(f"serving.bench.device: {options.out}: {error.strerror}", file=sys.stderr)
+        name = error.filename or options.out
+        print(f"serving.bench.device: {name}: {error.strerror}", file=sys.stderr)
         return 3
-    except (ConfigError, PartitionError, RuntimeError) as error:  # JAX found no device
-        print(f"serving.bench.device: {describe(error)}", file=sys.stderr)
+    except (ConfigError, PartitionError, NoDeviceError) as error:
+        print(f"serving.bench.device: {error}", file=sys.stderr)
         return 3
-    say(f"{setting.device.device_kind}, {setting.implementation}, {options.seconds} s at most")
-    tasks = _tasks(options, setting, config)
-    workers = max(1, min(8, (os.cpu_count() or 2) // 2))
-    described = describe_setting(setting)
-
-    def save(outcome: Outcome) -> dict[str, Any]:
-        report = make_report(options, described, config, outcome, budget.spent)
-        for ending, text in (
-            (".json", json.dumps(report, indent=1)),
-            (".md", as_markdown(report)),
-        ):
-            (options.out / f"{NAME}{ending}").write_text(text, encoding="utf-8")
-        return report
-
-    # Kept along the way, so that a check that is cut off leaves what it has found.
-    report = save(run_tasks(tasks, budget, workers=workers, say=say, keep=save))
     print(f"saved {options.out / NAME}.json and .md")
     wrong = failures(report)
     for sentence in wrong:

@@ -246,7 +246,7 @@ def _parity(case: Case, found: Any, reference: jax.stages.Compiled | str, argume
     except Exception as error:  # such as too little memory
         return {"parity": [], "ok": False, "reference_error": describe(error)}
     return {
-        "parity": [dataclasses.asdict(d) | {"ok": d.ok} for d in deviations],
+        "parity": [deviation.json() for deviation in deviations],
         "ok": all(d.ok for d in deviations),
     }
 

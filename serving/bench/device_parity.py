@@ -1,6 +1,7 @@
 """How far a kernel's results are from its reference's, and how far they may be."""
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ class Deviation:
     def ok(self) -> bool:
         """Whether the limit is kept; by NaN it is not."""
         return self.value <= self.limit
+
+    def json(self) -> dict[str, str | float | bool | None]:
+        """As JSON values; what is not finite is null."""
+        value = self.value if math.isfinite(self.value) else None
+        return {"figure": self.figure, "value": value, "limit": self.limit, "ok": self.ok}
 
 
 def compare(operation: str, found: Any, wanted: Any, arguments: Any) -> list[Deviation]:

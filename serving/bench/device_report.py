@@ -83,7 +83,7 @@ def _operations(report: Facts) -> list[str]:
         if facts["parity"]:
             worst = max(facts["parity"], key=_badness)
             row += ["ok" if facts["ok"] else "**FAILED**"]
-            row += [f"{worst['figure']} {worst['value']:.2g}", f"{worst['limit']:.2g}"]
+            row += [f"{worst['figure']} {show(worst['value'])}", f"{worst['limit']:.2g}"]
         else:
             row += ["**NOT CHECKED**", "the reference fails", "-"]
         if timed:
@@ -101,9 +101,14 @@ def _operations(report: Facts) -> list[str]:
 
 def _badness(parity: Facts) -> float:
     value, limit = parity["value"], parity["limit"]
-    if value != value:
+    if value is None:
         return float("inf")
     return value / limit if limit else value
+
+
+def show(value: float | None) -> str:
+    """A figure of a comparison; null is what no number is."""
+    return "not a number" if value is None else f"{value:.2g}"
 
 
 def _layers(report: Facts) -> list[str]:
@@ -151,6 +156,14 @@ def _stage(report: Facts) -> list[str]:
         if not report["measurement"]:
             continue
         lines += ["", *_table(_SPEED, [_speed(facts)]), ""]
+        times = {
+            layer["kind"]: layer["seconds"]
+            for layer in report["layers"]
+            if (layer["step"], layer["tensor"]) == (facts["step"], facts["tensor"])
+        }
+        if times.keys() >= set(facts["kinds"]):
+            added = sum(times[kind] for kind in facts["kinds"])
+            lines.append(f"Alone its layers take {1e3 * added:.3f} ms together.")
         lines.append(
             f"In the profiled step the device was busy {1e3 * facts['busy_seconds']:.3f} ms in "
             f"{facts['launches']} launches, {_percent(facts['kernel_share'])} of it in the "

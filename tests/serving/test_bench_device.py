@@ -126,7 +126,9 @@ def test_wrong_results_are_found():
     for name in ("scaled_matmul", "dense_matmul", "rms_norm", "grouped_matmul", "sparse_attention"):
         assert all(d.ok for d in compare(name, wanted, wanted, None))
         assert not all(d.ok for d in compare(name, off, wanted, None))
-        assert not all(d.ok for d in compare(name, np.full_like(wanted, np.nan), wanted, None))
+        nothing = compare(name, np.full_like(wanted, np.nan), wanted, None)
+        assert not all(d.ok for d in nothing)
+        assert json.loads(json.dumps(nothing[0].json()))["value"] is None
     assert not compare("index_topk.topk", wanted > 0, wanted > 0.5, None)[0].ok
 
 
@@ -253,6 +255,7 @@ def test_measured_report_shows_times_and_what_is_missing(measured):
     assert "| 2.0 | 2400 | 50% * | 50% | 2.0x |" in text
     assert "| decode 4 | 2 | 2.00 + 3.00 | 5.00 |" in text
     assert "not measured" in text
+    assert "Alone its layers take 0.002 ms together." in text
     assert "50% of it in the handwritten kernels" in text
     assert "- topk: failed, RuntimeError: no" in text
     assert "- mixes: dropped" in text
@@ -271,6 +274,10 @@ def test_a_failed_parity_is_wrong(checked):
     report["operations"][0]["parity"][0] |= {"ok": False, "value": 0.5}
     (sentence,) = device.failures(report)
     assert "is 0.5, at most 1e-05 is right" in sentence
+    report["operations"][0]["ok"] = False
+    report["operations"][0]["parity"][0]["value"] = None
+    assert "is not a number" in device.failures(report)[0]
+    assert "**FAILED** | difference over largest not a number" in as_markdown(report)
 
 
 def test_a_reference_that_fails_is_named_and_leaves_the_times(measured):
@@ -294,7 +301,8 @@ def test_a_failed_parity_ends_with_status_1(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--seconds", "0"], ["--layers", "x"], ["--context", "-1"], ["--qui"]]
+    "arguments",
+    [["--seconds", "0"], ["--layers", "x"], ["--context", "-1"], ["--seed", "-1"], ["--qui"]],
 )
 def test_wrong_usage_ends_with_status_2(arguments):
     with pytest.raises(SystemExit) as ended:
@@ -306,6 +314,9 @@ def test_refusals_are_a_sentence_and_status_3(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert device.main(["--out", str(tmp_path / "file" / "x")]) == 3
     assert "Not a directory" in capsys.readouterr().err
+    (tmp_path / "taken" / "device_check.json").mkdir(parents=True)
+    assert device.main(["--out", str(tmp_path / "taken")]) == 3
+    assert "device_check.json: Is a directory" in capsys.readouterr().err
     assert device.main(["--out", str(tmp_path), "--tensor-parallel-size", "3"]) == 3
     assert "do not divide by the tensor parallel size 3" in capsys.readouterr().err
 
