@@ -23,7 +23,7 @@ from pallas_kernels.packed_rows import PackedRows
 
 _MASKED = -1e30  # finite: a split without any key stays free of NaN
 _JOINED_HEADS = 4  # heads that a program of the second kernel joins
-_PARTIAL_BYTES = 48 * 2**20  # of partial sums at a time: what the second kernel finds in cache
+PARTIAL_BYTES = 48 * 2**20  # of partial sums at a time: what the second kernel finds in cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def attend(
         partial = _attend_splits(q, slots, caches, splits, blocks, scale, implementation)
         return _join(*partial, sink, *angles, implementation)
 
-    most = max(_PARTIAL_BYTES // (splits * heads * dim * 4), 1)
+    most = max(PARTIAL_BYTES // (splits * heads * dim * 4), 1)
     size = 1 << (most.bit_length() - 1)
     if rows <= size:
         return run(q, slots, cos, sin)

@@ -7,13 +7,15 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.rowwise import ROW_TILE
 from sharding.compiled import StageProgram, StepKind, compile_programs
 from sharding.deviceless import CHIPS
-from sharding.fit import GIB, DeviceKind, Workload, component_bytes, gib
+from sharding.fit import GIB, DeviceKind, Workload, component_bytes, gib, last_good
 from sharding.hlo_text import parse
 from sharding.kernel_report import KernelReport
 from sharding.program_facts import Sizes, collectives, memory_use, moved_bytes
 from sharding.roofline import active_experts, roofline
+from sharding.temporaries import step_temporaries
 
 Facts = dict[str, Any]
 _NAMED = 5  # operations and consumers that are spelled out
@@ -143,18 +145,33 @@ def _largest_prefill(workload: Workload, facts: Facts, kind: DeviceKind) -> str:
 def estimated_prefill(workload: Workload, facts: Facts, kind: DeviceKind) -> int:
     """Tokens of the longest prefill that fits every stage, a multiple of 16; 0 if none does.
 
-    Temporaries grow with the tokens, so those of the largest program compiled for each stage
-    are scaled.
+    The plan's estimate of a stage's temporaries is scaled to the largest program compiled for it.
     """
     most = workload.config.max_position_embeddings
     for stage in range(len(workload.plan.stages)):
         programs = [p for p in facts["programs"] if p["stage"] == stage]
-        largest = max(programs, key=lambda p: p["bucket"]["tokens"])
-        memory = largest["memory"]
+        program = max(programs, key=lambda p: p["bucket"]["tokens"])
+        memory, tokens = program["memory"], program["bucket"]["tokens"]
         room = kind.usable - (memory["total"] - memory["temporaries"])
-        per_token = max(1.0, memory["temporaries"] / largest["bucket"]["tokens"])
-        most = min(most, int(max(0, room) / per_token))
-    return most // 16 * 16
+        scale = memory["temporaries"] / _estimate(workload, stage, tokens)
+
+        def fits(tiles: int, stage: int = stage, room: int = room, scale: float = scale) -> bool:
+            return scale * _estimate(workload, stage, tiles * ROW_TILE) <= room
+
+        most = min(most, ROW_TILE * last_good(fits, most // ROW_TILE))
+    return most
+
+
+def _estimate(workload: Workload, stage: int, tokens: int) -> int:
+    limits = workload.limits()
+    return step_temporaries(
+        workload.config,
+        workload.plan.stages[stage],
+        workload.tensor,
+        tokens=tokens,
+        positions=limits.columns * limits.page_size,
+        logit_rows=min(tokens, limits.logit_rows),
+    )
 
 
 def compile_text(facts: Facts, usable: int | None) -> list[str]:

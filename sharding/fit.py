@@ -209,7 +209,7 @@ def least_offload(workload: Workload, usable: int) -> float | None:
 
     if most <= BUFFERS or not enough(most - BUFFERS):
         return None
-    more = 1 + _last(lambda count: not enough(count), most - BUFFERS)
+    more = 1 + last_good(lambda count: not enough(count), most - BUFFERS)
     return (10 * (BUFFERS + more) * layer_bytes // GIB + 1) / 10
 
 
@@ -251,12 +251,12 @@ def largest(workload: Workload, usable: int) -> Largest:
     page = workload.limits().page_size
     pages = workload.config.max_position_embeddings // page
     return Largest(
-        max_num_seqs=_last(requests, _MOST_REQUESTS),
-        max_model_len=page * _last(lambda count: full(max_model_len=count * page), pages),
+        max_num_seqs=last_good(requests, _MOST_REQUESTS),
+        max_model_len=page * last_good(lambda count: full(max_model_len=count * page), pages),
     )
 
 
-def _last(good: Callable[[int], bool], most: int) -> int:
+def last_good(good: Callable[[int], bool], most: int) -> int:
     """The largest number from 1 to `most` that is good, where smaller ones are good too."""
     low, high = 0, most
     while low < high:

@@ -15,6 +15,7 @@ from sharding.limits import EngineLimits, round_up
 from sharding.offload import StageOffload, plan_offload
 from sharding.placement import DEFAULT_PLACEMENT, TablePlacement
 from sharding.stage_plan import StageContents, StagePlan
+from sharding.temporaries import step_temporaries
 from sharding.tensor_plan import TensorPlan
 
 BLOCK = 32  # elements that share a scale
@@ -120,6 +121,7 @@ def stage_bytes(
       ConfigError: the budget does not hold one request of max_model_len.
       PartitionError: the placement offloads too little.
     """
+    tokens = round_up(-(-limits.max_num_batched_tokens // microbatches))
     offloads = stage_offloads(config, plan, tensor, placement)
     codes, scales = layer_expert_bytes(config, tensor)
     parameters = [_parameters(config, stage, tensor, placement) for stage in plan.stages]
@@ -133,7 +135,14 @@ def stage_bytes(
                 "arriving": offload.arriving,
             },
             **_caches(config, stage, limits, sizes),
-            temporaries=_temporaries(config, stage, tensor, limits, microbatches),
+            temporaries=step_temporaries(
+                config,
+                stage,
+                tensor,
+                tokens=tokens,
+                positions=limits.columns * limits.page_size,
+                logit_rows=min(tokens, limits.logit_rows),
+            ),
         )
         for held, offload, stage in zip(parameters, offloads, plan.stages, strict=True)
     )
@@ -281,26 +290,3 @@ def _caches(
         "open_groups": sizes.slots * unit.slot,
         "replicas": sum(rows([source], kind) for kind, source in stage.replicas),
     }
-
-
-def _temporaries(
-    config: ModelConfig,
-    stage: StageContents,
-    tensor: TensorPlan,
-    limits: EngineLimits,
-    microbatches: int,
-) -> int:
-    """An estimate: the widest arrays of one layer that are alive together, and the logits."""
-    tokens = round_up(-(-limits.max_num_batched_tokens // microbatches))
-    hidden, dim = config.hidden_size, config.head_dim
-    stream = 4 * tokens * config.hc_mult * hidden * 2
-    slots = config.sliding_window + (config.index_topk if stage.index_sources else 0)
-    gathered = tokens * slots * dim * 4
-    queries = 3 * tokens * tensor.heads * dim * 4
-    logits = tokens * tensor.heads * slots * 4
-    ratios = [config.compress_ratios[source] for source in stage.index_sources]
-    positions = limits.columns * limits.page_size // min(ratios) if ratios else 0
-    scores = 2 * tokens * positions * 4
-    routed = tokens * config.num_experts_per_tok * (2 * tensor.expert_intermediate + hidden) * 4
-    vocabulary = 2 * limits.logit_rows * config.vocab_size * 4 if stage.head else 0
-    return stream + max(gathered + queries + logits, routed) + scores + vocabulary

@@ -125,7 +125,7 @@ def test_a_row_does_not_depend_on_the_others(many, rows):
 def test_chunks_of_rows_are_the_whole(many, monkeypatch):
     shape, given, whole = many
     some = rows_of(given, slice(0, 11))
-    monkeypatch.setattr(attention_kernels, "_PARTIAL_BYTES", 5 * 2 * shape.dim * 4)
+    monkeypatch.setattr(attention_kernels, "PARTIAL_BYTES", 5 * 2 * shape.dim * 4)
     fn = functools.partial(sparse_attention.run, shape, implementation="pallas_interpret")
     assert "f32[4,2,1,64]" in str(jax.make_jaxpr(fn)(some))
     chex.assert_trees_all_equal(attend(shape, some), whole[:11])
