@@ -29,7 +29,13 @@ from serving.tokenizer import Tokenizer, TokenizerError
 from sharding.cache_sizes import CacheBudgetError, CacheSizes
 from sharding.distributed import PlanMismatchError, agree, plan_digest
 from sharding.fit import FitError, Workload, check_devices, offload_news
-from sharding.hosts import check_processes, on_one_process, own_devices, stage_devices
+from sharding.hosts import (
+    check_processes,
+    connect,
+    on_one_process,
+    own_devices,
+    stage_devices,
+)
 from sharding.limits import EngineLimits, engine_limits
 from sharding.memory import plan_stage_caches, stage_cache_bytes
 from sharding.mesh import provide_cpu_devices, stage_meshes
@@ -229,6 +235,7 @@ def _check_processes(
             "--engram-placement device is not supported where a stage is on several processes; use "
             "mmap or ram"
         )
+    connect(meshes)
 
 
 def _serve(loaded: _Loaded, runner: StepRunner, options: EngineOptions) -> Serving:
@@ -314,8 +321,11 @@ def _refusals() -> Iterator[None]:
     except (CacheBudgetError, FitError) as error:
         raise DoesNotFitError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
+        line = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in line and "out of memory" not in line.lower():
+            raise StartupError(f"the devices failed: {line}") from error
         raise DoesNotFitError(
-            f"the device ran out of memory: {str(error).splitlines()[0]}; lower --max-num-seqs, "
+            f"the device ran out of memory: {line}; lower --max-num-seqs, "
             "--max-num-batched-tokens, --max-model-len or --kv-cache-memory-bytes"
         ) from error
     except (

@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.rules import replicated
 from sharding.stage_plan import PartitionError, StagePlan
+
+_ALL = "all"  # an axis of all devices of a mesh
 
 
 def own_devices(devices: Iterable[jax.Device]) -> list[jax.Device]:
@@ -60,6 +62,37 @@ def check_processes(meshes: Sequence[Mesh], plan: StagePlan, count: int) -> None
                 f"{processes_of(meshes[stage])} to {processes_of(meshes[stage + 1])}, which is not "
                 "supported: cut where nothing is relayed, or keep both stages on one process"
             )
+
+
+def connect(meshes: Sequence[Mesh]) -> None:
+    """Lets the devices of each stage, and of two that follow each other, find their peers.
+
+    Peers wait for each other half a minute only when they meet first, but long afterwards. So
+    this is called while the processes are in step, before some load or compile more than others.
+
+    Args:
+      meshes: by stage.
+    """
+    groups = [mesh.devices.ravel() for mesh in meshes]
+    groups += [np.concatenate(pair) for pair in zip(groups, groups[1:], strict=False)]
+    for group in groups:
+        mesh = Mesh(group, (_ALL,))
+        own = own_devices(group)
+        if not own or on_one_process([mesh]):
+            continue
+        sharding = NamedSharding(mesh, PartitionSpec(_ALL))
+        ones = jax.make_array_from_single_device_arrays(
+            (group.size,), sharding, [jax.device_put(np.ones(1, np.float32), d) for d in own]
+        )
+        program = jax.shard_map(
+            _meet, mesh=mesh, in_specs=PartitionSpec(_ALL), out_specs=PartitionSpec()
+        )
+        jax.block_until_ready(jax.jit(program)(ones))
+
+
+def _meet(one: jax.Array) -> jax.Array:
+    """A sum and a permutation: what stages do later."""
+    return jax.lax.psum(jax.lax.ppermute(one, _ALL, [(0, 1)]), _ALL)
 
 
 def place(value: Any, mesh: Mesh) -> Any:
