@@ -108,8 +108,9 @@ class NoDeviceError(RuntimeError):
 def _setting(options: argparse.Namespace) -> Setting:
     try:
         return find_setting(options.seed, quick=options.quick)
-    except RuntimeError as error:
-        raise NoDeviceError(f"JAX offers no device: {error}") from None
+    except (RuntimeError, AssertionError) as error:  # the latter where a platform has no plugin
+        reason = str(error) or "the platform asked for is not there"
+        raise NoDeviceError(f"JAX offers no device: {reason}") from None
 
 
 def _model(setting: Setting) -> ModelConfig:

@@ -310,6 +310,16 @@ def test_wrong_usage_ends_with_status_2(arguments):
     assert ended.value.code == 2
 
 
+def test_no_device_is_a_sentence_and_status_3(tmp_path, monkeypatch, capsys):
+    def refuse():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", refuse)
+    assert device.main(["--out", str(tmp_path)]) == 3
+    expected = "JAX offers no device: the platform asked for is not there"
+    assert expected in capsys.readouterr().err
+
+
 def test_refusals_are_a_sentence_and_status_3(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert device.main(["--out", str(tmp_path / "file" / "x")]) == 3
