@@ -15,7 +15,6 @@ Measure = Callable[[], list[Facts]]
 REPEATS = 7  # timed calls of a program at most
 LEAST_REPEATS = 3
 ENOUGH_SECONDS = 0.4  # of timed calls; no further one then
-CHUNK = 8  # tasks compiled together, and then measured in turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,7 @@ def run_tasks(
     Args:
       tasks: all of them.
       budget: of all of them together.
-      workers: programs that compile at once.
+      workers: tasks that compile at once, and are then measured in turn.
       say: takes a line of progress.
       keep: takes what is known so far, every now and then.
     """
@@ -100,7 +99,7 @@ def run_tasks(
     dropped: list[str] = []
     outcome = Outcome(facts=facts, failed=failed, dropped=dropped)
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
-        for chunk in _chunks(sorted(tasks, key=lambda task: task.priority)):
+        for chunk in _chunks(sorted(tasks, key=lambda task: task.priority), workers):
             kept = chunk[: budget.holds(chunk[0])]
             dropped += [task.name for task in chunk[len(kept) :]]
             if not kept:
@@ -127,12 +126,12 @@ def run_tasks(
     return outcome
 
 
-def _chunks(tasks: Sequence[Task]) -> Iterable[list[Task]]:
-    """Neighbours of the same part and priority, at most `CHUNK` together."""
+def _chunks(tasks: Sequence[Task], most: int) -> Iterable[list[Task]]:
+    """Neighbours of the same part and priority, at most `most` together."""
     chunk: list[Task] = []
     for task in tasks:
         same = chunk and (chunk[0].part, chunk[0].priority) == (task.part, task.priority)
-        if chunk and (not same or len(chunk) == CHUNK):
+        if chunk and (not same or len(chunk) == most):
             yield chunk
             chunk = []
         chunk.append(task)
