@@ -22,7 +22,7 @@ from dsv41_jax.forward import COMPILER_OPTIONS
 from sharding.deviceless import h100_devices
 
 SHARED_LIMIT = 232448  # bytes of shared memory a block of threads may ask for on H100
-_ARCHITECTURE = "sm_90a"
+_TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 _ENTRY = re.compile(r"\.entry (\w+)\(")
 _LAUNCH = re.compile(r"kCustomKernel .*\] (\S+) grid: .* threads: \[(\d+),.*memory: (\d+) bytes")
 _PALLAS = re.compile(r'/(\w+)/pallas_call"')
@@ -145,15 +145,17 @@ def _report(
     launches: list[tuple[int, int]],
     pallas: set[str],
 ) -> KernelReport:
+    ptx = path.read_text()
+    target = _TARGET.search(ptx)[1]
     run = subprocess.run(
-        [assembler, f"-arch={_ARCHITECTURE}", "-v", path, "-o", path.with_suffix(".cubin")],
+        [assembler, f"-arch={target}", "-v", path, "-o", path.with_suffix(".cubin")],
         capture_output=True,
         text=True,
         check=False,
     )
     if run.returncode:
         raise RuntimeError(f"ptxas refuses kernel {name}: {run.stderr.strip()[:300]}")
-    said, ptx = run.stderr + run.stdout, path.read_text()
+    said = run.stderr + run.stdout
     threads, dynamic = max(launches)
 
     def number(pattern: str) -> int:

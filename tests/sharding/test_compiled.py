@@ -5,106 +5,21 @@ import functools
 
 import jax
 import pytest
-from tiny_pipeline import CROSSING, tiny_config
+from full_size import BUDGET, reference
 
-from dsv41_jax.hf_config import load_config
-from serving.batch_builder import empty_sampling
 from sharding.compile_report import compile_fit, compile_text, program_facts
-from sharding.compiled import (
-    abstract_arguments,
-    compile_programs,
-    named_steps,
-    server_steps,
-)
-from sharding.fit import DEVICE_KINDS, GIB, Workload
+from sharding.compiled import compile_programs, named_steps
+from sharding.fit import DEVICE_KINDS, GIB
 from sharding.hlo_text import parse
 from sharding.kernel_report import SHARED_LIMIT
-from sharding.memory import plan_stage_caches
 from sharding.mesh import stage_meshes
 from sharding.pipeline import stage_steps
 from sharding.program_facts import large_arrays, memory_use
-from sharding.rules import abstract_parameters, parameter_specs
-from sharding.stage_plan import build_stage_plan
-from sharding.stage_runner import stage_program
-from sharding.tensor_plan import plan_tensor_parallel
+from sharding.rules import abstract_parameters
+from sharding.temporaries import step_temporaries
 
 KIND = DEVICE_KINDS["h100-80"]
-BUDGET = 4 * GIB
 MOST_TEMPORARIES = {"decode-4": 0.3 * GIB, "prefill-512": 2.2 * GIB}
-
-
-def workload(config, stages, *, tensor=1, relay=False, **sizes):
-    chosen = {
-        "microbatches": len(stages),
-        "max_model_len": 4096,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 512,
-    }
-    return Workload(
-        config=config,
-        plan=build_stage_plan(config, stages=stages, relay=relay),
-        tensor=plan_tensor_parallel(config, tensor),
-        **{**chosen, **sizes},
-    )
-
-
-def reference():
-    return workload(load_config("released"), (20, 20), tensor=2, kv_cache_memory_bytes=BUDGET)
-
-
-def test_a_server_compiles_decode_rows_and_the_largest_microbatch():
-    case = reference()
-    decode, prefill = server_steps(case)
-    assert (decode.name, decode.rows, decode.bucket.tokens) == ("decode-4", 4, 16)
-    assert (prefill.name, prefill.rows, prefill.bucket.tokens) == ("prefill-256", 256, 256)
-    assert prefill.bucket.requests == 4 and prefill.bucket.columns == 256
-    small = dataclasses.replace(case, max_num_batched_tokens=16)
-    assert [step.name for step in server_steps(small)] == ["decode-4"]
-
-
-def test_named_steps_are_whole():
-    decode, prefill = named_steps(reference(), ["decode-64", "prefill-512"])
-    assert (decode.rows, decode.bucket.tokens, decode.bucket.requests) == (64, 64, 64)
-    assert (prefill.rows, prefill.bucket.tokens, prefill.bucket.requests) == (512, 512, 4)
-    for name in ("decode", "prefill-0", "verify-4", "decode-4 "):
-        with pytest.raises(ValueError, match="is no step: name steps such as decode-4"):
-            named_steps(reference(), [name])
-
-
-def shapes(tree):
-    return jax.tree.map(lambda a: (tuple(a.shape), str(a.dtype)), tree)
-
-
-def test_abstract_arguments_are_what_stages_hand_on_and_a_server_passes():
-    config = tiny_config()
-    sizes = {"max_model_len": 48, "max_num_batched_tokens": 16}
-    case = workload(config, CROSSING, relay=True, **sizes)
-    caches = plan_stage_caches(config, case.plan, case.limits(), None)
-    (kind,) = named_steps(case, ["prefill-16"])
-    steps = stage_steps(config, case.plan, case.tensor, "xla")
-    sent = None
-    for step, mesh in zip(steps, stage_meshes(len(steps), 1, jax.devices()), strict=True):
-        stage = step.contents.stage
-        arguments = abstract_arguments(
-            step,
-            mesh,
-            kind.bucket,
-            sizes=caches,
-            before=case.plan.boundaries[stage - 1] if stage else None,
-            max_model_len=case.max_model_len,
-        )
-        assert shapes(arguments[2]) == shapes(sent)
-        program = stage_program(step, mesh, parameter_specs(step.stage))
-        traced = program.trace(abstract_parameters(step.stage, mesh), *arguments)
-        sent, state = traced.out_info
-        assert shapes(state) == shapes(arguments[0])
-    limits = dataclasses.replace(case.limits(), max_num_batched_tokens=16)
-    served = empty_sampling(limits, config.vocab_size)
-    rows = kind.bucket.logit_rows
-    served = jax.tree.map(lambda a: a[:rows], dataclasses.replace(served, changes=None))
-    assert shapes(dataclasses.replace(arguments[3], changes=None)) == shapes(served)
-    changes = empty_sampling(limits, config.vocab_size).changes
-    assert shapes(arguments[3].changes) == shapes(changes)
 
 
 @functools.cache
@@ -138,6 +53,20 @@ def test_bytes_are_those_of_the_plan_and_fit_with_the_whole_budget(stage, name):
     assert memory.temporaries < MOST_TEMPORARIES[name]
     assert memory.total == pytest.approx(planned.total, rel=0.03)
     assert memory.total - memory.aliased + BUDGET < KIND.usable
+
+
+@each_program
+def test_temporaries_are_about_those_that_the_plan_estimates(stage, name):
+    case, program, _, _ = compiled(stage, name)
+    estimate = step_temporaries(
+        case.config,
+        case.plan.stages[stage],
+        case.tensor,
+        tokens=program.kind.bucket.tokens,
+        positions=case.max_model_len,
+        logit_rows=program.kind.bucket.logit_rows,
+    )
+    assert memory_use(program.compiled).temporaries == pytest.approx(estimate, rel=0.15)
 
 
 @each_program
