@@ -30,7 +30,7 @@ class EngineOptions:
       prefix_replay: whether that includes beginnings whose window is gone, an approximation.
       decoder_replay: whether late layers compute a prompt's last window alone.
       partition: how the model is spread over devices.
-      placement: where Engram tables and the embedding are.
+      placement: where Engram tables, the embedding and routed experts are.
     """
 
     max_model_len: int | None

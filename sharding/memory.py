@@ -115,7 +115,7 @@ def stage_bytes(
       limits: sizes of the engine, which caches and temporaries follow.
       microbatches: parts that a step is cut into.
       budget: bytes for the caches of one device, or None for what the limits need at most.
-      placement: where Engram tables and the embedding are.
+      placement: where Engram tables, the embedding and routed experts are.
 
     Raises:
       ConfigError: the budget does not hold one request of max_model_len.

@@ -44,3 +44,20 @@ def test_engram_options_are_read():
     assert options.engine.placement == TablePlacement(engram="device", embedding="host")
     with pytest.raises(SystemExit):
         parse_options(["--engram-placement", "disk"])
+
+
+def test_host_memory_for_experts_is_given_in_gib_per_device():
+    assert parse_options([]).engine.placement.cpu_offload_bytes == 0
+    options = parse_options(["--cpu-offload-gb", "1.5"]).engine
+    assert options.placement == TablePlacement(cpu_offload_bytes=3 * 2**29)
+    with pytest.raises(SystemExit):
+        parse_options(["--cpu-offload-gb", "much"])
+
+
+def test_host_memory_that_saves_nothing_ends_with_three_before_anything_is_loaded(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(startup, "build_pipeline", None)
+    arguments = ["--model", str(TINY), "--port", "0", "--cpu-offload-gb", "0.00001"]
+    assert main(arguments) == 3
+    assert "serving.main: --cpu-offload-gb 1e-05 holds no layer's" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_experts_in_host_memory_give_the_same_bits(
 
 @pytest.mark.parametrize(("tensor", "expert"), [(1, False), (2, False), (2, True)])
 def test_the_plan_counts_the_bytes_of_the_leaves(tiny, tensor, expert):
-    pipeline = offloading(tiny, (2, 4), 3, tensor, expert)
+    pipeline = offloading(tiny, (1, 5), 3, tensor, expert)
     config, division = tiny_config(), division_of(tensor, expert)
     size = 3 * sum(layer_expert_bytes(config, division))
     placement = TablePlacement(cpu_offload_bytes=size)
