@@ -148,7 +148,7 @@ def estimated_prefill(workload: Workload, facts: Facts, kind: DeviceKind) -> int
     The plan's estimate of a stage's temporaries is scaled to the largest program compiled for it.
     """
     most = workload.config.max_position_embeddings
-    for stage in range(len(workload.plan.stages)):
+    for stage in sorted({p["stage"] for p in facts["programs"]}):
         programs = [p for p in facts["programs"] if p["stage"] == stage]
         program = max(programs, key=lambda p: p["bucket"]["tokens"])
         memory, tokens = program["memory"], program["bucket"]["tokens"]
