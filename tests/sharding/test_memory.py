@@ -299,4 +299,4 @@ def test_picture_has_a_bar_for_every_stage(capsys, tmp_path):
     for text in ("Memory of each device", "device: 138.3 GiB", "routed experts", "139.15 GiB"):
         assert text in texts
     titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 4 * 12 and "expert scales: 7.91 GiB" in titles
+    assert len(titles) == 4 * 13 and "expert scales: 7.91 GiB" in titles
