@@ -226,6 +226,8 @@ def serve_with_others(options: Options, processes: ProcessOptions) -> int:
     try:
         hosts = join(os.environ, **dataclasses.asdict(processes))
     except HostsError as error:
+        if jax.distributed.is_initialized():
+            end_process(StartupError.status, str(error))
         raise StartupError(str(error)) from error
     if isinstance(hosts, Follower):
         load = functools.partial(start_following, options.model, options.engine, say, hosts)
@@ -237,9 +239,10 @@ def serve_with_others(options: Options, processes: ProcessOptions) -> int:
     except StartupError as error:
         watch.end(error.status, str(error))
         end_process(error.status, str(error))
-    except SystemExit:  # a signal before the server was ready
-        watch.end(0)
-        raise
+    except SystemExit:  # others may wait for this process in the middle of a step
+        reason = "a signal came before the server was ready"
+        watch.end(0, reason)
+        end_process(0, reason)
     watch.end(0)
     return 0
 

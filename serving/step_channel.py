@@ -30,7 +30,7 @@ class ChannelError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """How a process ends: its exit status, and the reason where that is not 0."""
+    """How a process ends: its exit status, and the reason where it is not the ordinary end."""
 
     status: int
     reason: str = ""
@@ -124,7 +124,8 @@ class FollowerChannel:
         """Begins to read.
 
         Args:
-          ended: called on the reading thread, if process 0 ends with an error or is lost.
+          ended: called on the reading thread, if process 0 gives a reason why it ends, or is
+            lost.
         """
         threading.Thread(target=self._read, args=(ended,), daemon=True).start()
 
@@ -154,7 +155,7 @@ class FollowerChannel:
                 self._steps.put(body)
                 continue
             news = News.decode(body)
-            if news.status == 0:
+            if news == News(0):
                 return self._steps.put(None)
             return ended(News(news.status, f"process 0 has ended: {news.reason}"))
 

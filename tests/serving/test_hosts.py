@@ -65,8 +65,8 @@ def free_port():
 
 
 @contextlib.contextmanager
-def started(model, *options):
-    """Both processes, each with its options."""
+def started(model, *options, devices=1):
+    """Both processes, each with its options and a number of devices."""
     address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
@@ -76,7 +76,7 @@ def started(model, *options):
                 *("--coordinator", address, "--processes", "2", "--process", str(index), *own),
             ],
             cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -101,9 +101,9 @@ def ends(processes):
 
 
 @contextlib.contextmanager
-def served(model, *partition):
-    """Both processes, and the address once they serve."""
-    with started(model, partition, partition) as processes:
+def served(model, *partition, devices):
+    """Both processes, and a client once they serve."""
+    with started(model, partition, partition, devices=devices) as processes:
         lines = queue.SimpleQueue()
 
         def read():
@@ -150,7 +150,7 @@ def check_tokens(client, model, stages, tensor):
 
 
 def test_one_stage_on_two_processes_that_one_leaves(model):
-    with served(model, *HALVES) as ((leader, follower), client):
+    with served(model, *HALVES, devices=1) as ((leader, follower), client):
         check_tokens(client, model, (2,), 2)
         # Changes of logits reach all processes.
         assert complete(client, PROMPT[:3], 4, logit_bias={"17": 100}) == [17] * 4
@@ -173,8 +173,9 @@ def test_one_stage_on_two_processes_that_one_leaves(model):
 
 
 def test_two_stages_on_a_process_each_that_end_together(model):
-    with served(model, "--pipeline-stages", "1,1") as ((leader, follower), client):
-        check_tokens(client, model, (1, 1), 1)
+    partition = ("--pipeline-stages", "1,1", *HALVES)
+    with served(model, *partition, devices=2) as ((leader, follower), client):
+        check_tokens(client, model, (1, 1), 2)
         follower.send_signal(signal.SIGTERM)  # asks process 0 to end the server
         assert leader.wait(60) == 0 and follower.wait(60) == 0
 
