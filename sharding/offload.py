@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from dsv41_jax.expert_offload import BUFFERS
 from sharding.stage_plan import PartitionError, StagePlan
 
 GIB = 2**30
+# JAX pins 64 GB in all on GPUs unless told otherwise.
+_PINNED_LIMIT, _PINNED_DEFAULT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 _LINK = 64e9  # bytes per second that PCIe 5.0 x16 moves at most
 
 
@@ -68,6 +71,14 @@ def plan_offload(plan: StagePlan, layer_bytes: int, budget: int) -> tuple[StageO
             f"layers, one that computes and one that arrives: {way_out}"
         )
     return stages
+
+
+def allow_pinned(size: int) -> None:
+    """Lets JAX pin `size` bytes of host memory beside what it may by default.
+
+    Works before the process uses a device; a limit that the environment sets stays.
+    """
+    os.environ.setdefault(_PINNED_LIMIT, str(_PINNED_DEFAULT + math.ceil(size / GIB)))
 
 
 def _offload(layers: range, layer_bytes: int, budget: int) -> StageOffload:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import types
 
@@ -27,7 +28,7 @@ from sharding.fit import (
 )
 from sharding.memory import layer_expert_bytes, stage_offloads
 from sharding.mesh import stage_meshes
-from sharding.offload import NOTHING_OFFLOADED, plan_offload
+from sharding.offload import NOTHING_OFFLOADED, allow_pinned, plan_offload
 from sharding.pipeline import build_pipeline, stage_steps
 from sharding.placement import TablePlacement
 from sharding.rules import abstract_parameters, parameter_shardings, parameter_specs
@@ -184,6 +185,16 @@ def test_what_saves_nothing_is_refused():
     short = build_stage_plan(config, stages=(1, 2, 1, 2), relay=True)
     with pytest.raises(PartitionError, match="no stage has more than 2 layers, so leave it at 0"):
         plan_offload(short, 10, 1000)
+
+
+def test_the_limit_of_pinned_memory_is_raised_unless_it_is_set(monkeypatch):
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.setenv(name, "300")
+    allow_pinned(100 * GIB + 1)
+    assert os.environ[name] == "300"
+    monkeypatch.delenv(name)
+    allow_pinned(100 * GIB + 1)
+    assert os.environ[name] == "165"
 
 
 def test_enough_offload_makes_a_plan_fit():
