@@ -15,6 +15,7 @@ from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.grouped_kernels import ROW_BLOCK, Plan, swiglu
 from pallas_kernels.scaled_matmul import quantized, scaled_matmul_reference
 
+_CHUNK = 512  # assignments compared with one another; any number gives the same plan
 Packed = tuple[jax.Array, jax.Array]  # codes uint8[..., K / 2] and E8M0 scales uint8[..., K / 32]
 
 
@@ -138,7 +139,8 @@ def num_blocks(assignments: int, experts: int) -> int:
 def sort_by_expert(experts: jax.Array, count: int) -> tuple[Plan, jax.Array]:
     """Sorts assignments by expert, stably, and cuts each expert's into blocks.
 
-    Places are found by counting what comes before, in one fused reduction: assignments are few.
+    Places are found by counting, which fuses where a sort would not: what comes before in the
+    same chunk of assignments by comparing all pairs, what comes in chunks before by expert.
 
     Args:
       experts: int32[M, A]; ids outside 0..count-1 are dropped.
@@ -151,20 +153,27 @@ def sort_by_expert(experts: jax.Array, count: int) -> tuple[Plan, jax.Array]:
     flat = experts.reshape(-1)
     total = flat.shape[0]
     expert = jnp.where((flat >= 0) & (flat < count), flat, count)
-    key = expert * total + jnp.arange(total)
-    place = jnp.sum(key[None, :] < key[:, None], axis=1, dtype=jnp.int32)
+    chunk = min(total, _CHUNK)
+    chunks = jnp.pad(expert, (0, -total % chunk), constant_values=count).reshape(-1, chunk)
+    ids = jnp.arange(count + 1)
+    held = jnp.sum(chunks[:, :, None] == ids[None, None, :], axis=1, dtype=jnp.int32)
+    ends = jnp.cumsum(jnp.sum(held, axis=0))
+    starts = ends - jnp.sum(held, axis=0)
+    earlier = jnp.arange(chunk)[None, :] < jnp.arange(chunk)[:, None]
+    same = (chunks[:, None, :] == chunks[:, :, None]) & earlier[None]
+    inside = jnp.sum(same, axis=2, dtype=jnp.int32)
+    before = jnp.take_along_axis(jnp.cumsum(held, axis=0) - held, chunks, axis=1)
+    place = (starts[chunks] + before + inside).reshape(-1)[:total]
     order = jnp.zeros(total, jnp.int32).at[place].set(jnp.arange(total), unique_indices=True)
 
-    ids = jnp.arange(count + 1)
-    starts = jnp.sum(expert[None, :] < ids[:, None], axis=1, dtype=jnp.int32)
     rows = starts[1:] - starts[:-1]
     blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
-    ends = jnp.cumsum(blocks)
+    last = jnp.cumsum(blocks)
     block = jnp.arange(num_blocks(total, count))
-    owner = jnp.sum(ends[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
+    owner = jnp.sum(last[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
     busy = owner < count
     owner = jnp.where(busy, owner, 0)
-    skipped = ROW_BLOCK * (block - ends[owner] + blocks[owner])
+    skipped = ROW_BLOCK * (block - last[owner] + blocks[owner])
     plan = Plan(
         order=order,
         expert=owner,
