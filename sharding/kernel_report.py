@@ -19,9 +19,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from dsv41_jax.forward import COMPILER_OPTIONS
-from sharding.deviceless import h100_devices
+from sharding.deviceless import h100_devices, target_of
 
 SHARED_LIMIT = 232448  # bytes of shared memory a block of threads may ask for on H100
+# The last names what emitters dump: newer JAX dumps the PTX of a kernel only if asked.
+_DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_emitter_re": "ptx"}
 _TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 _ENTRY = re.compile(r"\.entry (\w+)\(")
 _LAUNCH = re.compile(r"kCustomKernel .*\] (\S+) grid: .* threads: \[(\d+),.*memory: (\d+) bytes")
@@ -86,7 +88,8 @@ def compile_kernels(fn: Callable[..., Any], *arguments: Any) -> tuple[KernelRepo
     placed = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
     )
-    lowered = jax.jit(fn, compiler_options=COMPILER_OPTIONS).trace(*placed).lower()
+    with target_of("h100-80"):
+        lowered = jax.jit(fn, compiler_options=COMPILER_OPTIONS).trace(*placed).lower()
     return compile_with_report(lowered)[1]
 
 
@@ -103,7 +106,7 @@ def compile_with_report(
     """
     assembler = _ptxas()
     with tempfile.TemporaryDirectory() as folder, _without_cache():
-        compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        compiled = lowered.compile({"xla_dump_to": folder} | _DUMP)
         dump = pathlib.Path(folder)
         launches = _launches(path.read_text() for path in dump.glob("*.thunk_sequence.txt"))
         pallas = set(_PALLAS.findall(compiled.as_text()))
