@@ -11,7 +11,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -84,13 +84,29 @@ def compile_kernels(fn: Callable[..., Any], *arguments: Any) -> tuple[KernelRepo
     Raises:
       RuntimeError: the `cuda12` extra is not installed.
     """
+    return compile_with_report(lower_for_h100(fn, *arguments))[1]
+
+
+def lower_for_h100(
+    fn: Callable[..., Any], *arguments: Any, donated: Sequence[int] = ()
+) -> jax.stages.Lowered:
+    """Lowers `fn` for one H100 that is not there.
+
+    Args:
+      fn: function of arrays.
+      *arguments: pytrees of `ShapeDtypeStruct`s.
+      donated: which of them the results may overwrite.
+
+    Raises:
+      NoCompilerError: the `cuda12` extra is not installed.
+    """
     sharding = SingleDeviceSharding(h100_devices(1)[0])
     placed = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
     )
+    jitted = jax.jit(fn, donate_argnums=tuple(donated), compiler_options=COMPILER_OPTIONS)
     with target_of("h100-80"):
-        lowered = jax.jit(fn, compiler_options=COMPILER_OPTIONS).trace(*placed).lower()
-    return compile_with_report(lowered)[1]
+        return jitted.trace(*placed).lower()
 
 
 def compile_with_report(

@@ -211,18 +211,11 @@ COMPILED = ("decode 4 tp1", "decode 4 tp2", "decode 4 tp4", "decode 4 tp8", "pre
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.name in COMPILED], ids=lambda s: s.name)
 def test_kernels_compile_without_spills_or_copies_of_weights(shape):
     from sharding import kernel_report
-    from sharding.deviceless import h100_devices
-
-    sharding = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
-    arguments = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        grouped_matmul.abstract_arguments(shape),
-    )
 
     def mlp(*arguments):
         return grouped_matmul.run(shape, arguments, implementation="pallas")
 
-    lowered = jax.jit(mlp).trace(*arguments).lower()
+    lowered = kernel_report.lower_for_h100(mlp, *grouped_matmul.abstract_arguments(shape))
     program, reports = kernel_report.compile_with_report(lowered)
     assert [r.name for r in reports if r.pallas] == ["expert_down", "expert_gate_up"]
     assert not [fault for report in reports for fault in report.faults]

@@ -178,18 +178,10 @@ def test_kernels_fit_the_gpu(name):
 @pytest.mark.cuda12
 @pytest.mark.parametrize("name", ["topk decode 64", "candidates decode 64"])
 def test_selection_sorts_nothing_and_copies_no_scores(name):
-    from jax.sharding import SingleDeviceSharding
-
-    from sharding.deviceless import h100_devices
+    from sharding.kernel_report import lower_for_h100
 
     (shape,) = (shape for shape in SHAPES if shape.name == name)
-    sharding = SingleDeviceSharding(h100_devices(1)[0])
-    arguments = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-        for a in index_topk.abstract_arguments(shape)
-    ]
     run = functools.partial(index_topk.run, shape, implementation="pallas")
-    jitted = jax.jit(lambda *a: run(a), compiler_options=COMPILER_OPTIONS)
-    program = jitted.trace(*arguments).lower().compile()
+    program = lower_for_h100(run, index_topk.abstract_arguments(shape)).compile()
     assert "sort(" not in program.as_text()
     assert program.memory_analysis().temp_size_in_bytes < shape.rows * shape.positions

@@ -138,20 +138,13 @@ def test_a_row_does_not_depend_on_the_batch(rows, place):
 @pytest.mark.cuda12
 @pytest.mark.parametrize("name", [f"{row_format} prefill 512" for row_format in PACK])
 def test_kernels_fit_the_gpu_and_write_in_place(name):
-    from jax.sharding import SingleDeviceSharding
-
-    from sharding.deviceless import h100_devices
-    from sharding.kernel_report import compile_with_report
+    from sharding.kernel_report import compile_with_report, lower_for_h100
 
     (shape,) = (shape for shape in SHAPES if shape.name == name)
-    sharding = SingleDeviceSharding(h100_devices(1)[0])
-    arguments = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        kv_write.abstract_arguments(shape),
-    )
+    arguments = kv_write.abstract_arguments(shape)
     run = functools.partial(kv_write.run, shape, implementation="pallas")
-    jitted = jax.jit(lambda *a: run(a), donate_argnums=0, compiler_options=COMPILER_OPTIONS)
-    program, reports = compile_with_report(jitted.trace(*arguments).lower())
+    lowered = lower_for_h100(lambda *a: run(a), *arguments, donated=(0,))
+    program, reports = compile_with_report(lowered)
     (kernel,) = reports
     assert kernel.pallas and not kernel.faults
     memory = program.memory_analysis()

@@ -196,14 +196,9 @@ def test_kernels_agree_with_the_reference_on_a_gpu(name):
 @pytest.mark.cuda12
 @pytest.mark.parametrize("names", COMPILED, ids=("decode", "prefill"))
 def test_kernels_compile_without_spills_at_released_sizes(names):
-    from sharding.deviceless import h100_devices
-    from sharding.kernel_report import compile_with_report
+    from sharding.kernel_report import compile_with_report, lower_for_h100
 
-    sharding = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
-    given = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        [sparse_attention.abstract_arguments(named(name)) for name in names],
-    )
+    given = [sparse_attention.abstract_arguments(named(name)) for name in names]
 
     def every(given):
         return [
@@ -211,7 +206,7 @@ def test_kernels_compile_without_spills_at_released_sizes(names):
             for name, each in zip(names, given, strict=True)
         ]
 
-    program, reports = compile_with_report(jax.jit(every).trace(given).lower())
+    program, reports = compile_with_report(lower_for_h100(every, given))
     kernels = [report for report in reports if report.pallas]
     assert sum(report.launches for report in kernels) == 2 * len(names)
     assert not [fault for report in kernels for fault in report.faults]
