@@ -136,12 +136,24 @@ def check_offsets(name: str, shape: Sequence[int], itemsize: int) -> None:
       ValueError: names the kernel, the shape and the limit.
     """
     elements = math.prod(shape)
-    if elements > _OFFSET_32 and elements * itemsize <= _OFFSET_64:
+    if largest_addressable(elements, itemsize) < elements:
         raise ValueError(
             f"kernel {name} cannot address an array of shape {tuple(shape)}, {elements} elements "
             f"in {elements * itemsize} bytes: offsets are 32 bits wide up to {_OFFSET_64} bytes. "
             f"Split it to at most {_OFFSET_32} elements, or make it larger than 4 GiB"
         )
+
+
+def largest_addressable(elements: int, itemsize: int) -> int:
+    """The most elements up to `elements` whose offsets a kernel can compute; see `check_offsets`.
+
+    Args:
+      elements: of an array.
+      itemsize: bytes of one.
+    """
+    if elements > _OFFSET_32 and elements * itemsize <= _OFFSET_64:
+        return _OFFSET_32
+    return elements
 
 
 def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:

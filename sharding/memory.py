@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from dsv41_jax.checkpoint.key_map import TensorSpec, expected_tensors
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_device import rows_per_device
-from sharding.cache_sizes import CacheBytes, CacheSizes, cache_bytes, plan_cache
+from pallas_kernels.dispatch import largest_addressable
+from sharding.cache_sizes import (
+    CacheBudgetError,
+    CacheBytes,
+    CacheSizes,
+    cache_bytes,
+    plan_cache,
+)
 from sharding.limits import EngineLimits, round_up
 from sharding.offload import StageOffload, plan_offload
 from sharding.placement import DEFAULT_PLACEMENT, TablePlacement
@@ -172,15 +179,46 @@ def plan_stage_caches(
 ) -> CacheSizes:
     """Pages and slots that every stage can hold; a request has the same pages on each.
 
+    A budget buys no more global pages than kernels can address.
+
     Raises:
-      ConfigError: the budget does not hold one request of max_model_len.
+      ConfigError: the budget does not hold one request of max_model_len, or without a budget
+        the limits need more pages than kernels can address.
     """
-    sizes = [
-        plan_cache(limits, stage_cache_bytes(config, stage, limits.page_size), budget)
-        for stage in plan.stages
-    ]
+    units = [stage_cache_bytes(config, stage, limits.page_size) for stage in plan.stages]
+    each = [plan_cache(limits, unit, budget) for unit in units]
     names = [field.name for field in dataclasses.fields(CacheSizes)]
-    return CacheSizes(**{name: min(getattr(size, name) for size in sizes) for name in names})
+    sizes = CacheSizes(**{name: min(getattr(size, name) for size in each) for name in names})
+    pages = _addressable_pages(config, plan, limits.page_size, sizes.global_pages)
+    if pages == sizes.global_pages:
+        return sizes
+    held = dataclasses.replace(sizes, global_pages=pages)
+    if budget is None or pages < limits.columns:
+        most = max(held.total_bytes(unit) for unit in units)
+        raise CacheBudgetError(
+            f"the caches of {limits.max_num_seqs} requests of max_model_len "
+            f"{limits.max_model_len} have an array of more than 2 and up to 4 GiB, which kernels "
+            f"cannot address: give kv_cache_memory_bytes {most}, which holds {pages} pages of "
+            f"{limits.page_size} tokens, or lower max_num_seqs or max_model_len"
+        )
+    return held
+
+
+def _addressable_pages(config: ModelConfig, plan: StagePlan, page_size: int, pages: int) -> int:
+    """The most global pages up to `pages` whose every array a kernel can address."""
+    sources = [("kv", s) for stage in plan.stages for s in stage.kv_sources]
+    sources += [("index_k", s) for stage in plan.stages for s in stage.kv_sources]
+    sources += [replica for stage in plan.stages for replica in stage.replicas]
+    widths = {
+        page_size // config.compress_ratios[source] * width
+        for kind, source in sources
+        for width in _row_parts(config, kind)
+    }
+    while True:
+        fewer = min((largest_addressable(pages * w, 1) // w for w in widths), default=pages)
+        if fewer == pages:
+            return pages
+        pages = fewer
 
 
 def stage_cache_bytes(config: ModelConfig, stage: StageContents, page_size: int) -> CacheBytes:
@@ -267,10 +305,15 @@ def in_stage(stage: StageContents, name: str) -> bool:
     return stage.embedding if first == "embed" else stage.head
 
 
-def _row_bytes(config: ModelConfig, kind: str) -> int:
+def _row_parts(config: ModelConfig, kind: str) -> tuple[int, int]:
+    """Bytes of codes and of scales."""
     if kind == "kv":
-        return config.head_dim // 2 + config.head_dim // 16
-    return config.index_head_dim // 2 + config.index_head_dim // BLOCK
+        return config.head_dim // 2, config.head_dim // 16
+    return config.index_head_dim // 2, config.index_head_dim // BLOCK
+
+
+def _row_bytes(config: ModelConfig, kind: str) -> int:
+    return sum(_row_parts(config, kind))
 
 
 def _caches(

@@ -15,8 +15,9 @@ from dsv41_jax.layers.embedding import Embedding, Head
 from dsv41_jax.layers.linear import RMSNorm
 from dsv41_jax.model import Stage
 from dsv41_jax.state import init_state
+from pallas_kernels.dispatch import check_offsets
 from sharding import plan as plan_command
-from sharding.cache_sizes import plan_cache
+from sharding.cache_sizes import CacheBudgetError, plan_cache
 from sharding.fit import (
     DEVICE_KINDS,
     FitError,
@@ -203,7 +204,7 @@ def test_largest_sizes_fit_and_larger_ones_do_not():
         good = workload((20, 20), 2, False, False, **{size: most})
         check_fit(good, usable, "h100-80")
         if size == "max_num_seqs":
-            with pytest.raises(FitError):
+            with pytest.raises((FitError, CacheBudgetError)):
                 more = workload((20, 20), 2, False, False, **{size: most + step})
                 check_fit(more, usable, "h100-80")
     assert found.max_num_seqs > 4 and found.max_model_len > 131072
@@ -300,3 +301,21 @@ def test_picture_has_a_bar_for_every_stage(capsys, tmp_path):
         assert text in texts
     titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 4 * 13 and "expert scales: 7.91 GiB" in titles
+
+
+def test_caches_that_kernels_cannot_address_are_refused_and_a_budget_buys_fewer():
+    sizes = {"max_num_seqs": 16, "max_model_len": 1048576}
+    whole = workload(*PLANS["TP8"], **sizes)
+    with pytest.raises(CacheBudgetError, match="give kv_cache_memory_bytes 7628455936"):
+        plan_stage_caches(whole.config, whole.plan, whole.limits(), None)
+    assert largest(whole, DEVICE_KINDS["b200-192"].usable).max_num_seqs == 8
+    for budget in (7628455936, 64 * GIB):
+        held = plan_stage_caches(whole.config, whole.plan, whole.limits(), budget)
+        assert whole.limits().columns <= held.global_pages <= 524288
+        state = jax.eval_shape(
+            lambda pages=held.global_pages: init_state(
+                whole.config, range(40), window_pages=1, global_pages=pages, slots=1
+            )
+        )
+        for array in jax.tree.leaves(state):
+            check_offsets("any", array.shape, array.dtype.itemsize)
