@@ -17,12 +17,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.dispatch import Implementation, launch, whole
+from pallas_kernels.dispatch import Implementation, KernelError, launch, whole
 from pallas_kernels.kernel_math import decode_e2m1_pair, decode_e4m3, decode_e8m0, next_power_of_two
 from pallas_kernels.packed_rows import PackedRows
 
 _MASKED = -1e30  # finite: a split without any key stays free of NaN
 _JOINED_HEADS = 4  # heads that a program of the second kernel joins
+SPLIT = 128  # slots of a program of the first kernel
 PARTIAL_BYTES = 48 * 2**20  # of partial sums at a time: what the second kernel finds in cache
 
 
@@ -49,14 +50,14 @@ def choose_blocks(heads: int, dim: int) -> Blocks:
     """Blocks for `heads` heads of `dim` channels.
 
     Raises:
-      ValueError: `dim` is not a power of two of at least 32.
+      KernelError: `dim` is not a power of two of at least 32.
     """
     if dim < 32 or dim & (dim - 1):
-        raise ValueError(
+        raise KernelError(
             f"head dimension is {dim}; the attention kernel takes powers of two from 32 up"
         )
     block = min(next_power_of_two(heads, 16), 32)
-    return Blocks(heads=block, keys=64, split=128, warps=8 if dim > 256 else 4, stages=2)
+    return Blocks(heads=block, keys=64, split=SPLIT, warps=8 if dim > 256 else 4, stages=2)
 
 
 def attend(
@@ -77,7 +78,7 @@ def attend(
     Rows go through in chunks, so that partial sums take at most 48 MiB.
 
     Raises:
-      ValueError: a head dimension that is no power of two, or a cache that 32-bit offsets
+      KernelError: a head dimension that is no power of two, or a cache that 32-bit offsets
         cannot address.
     """
     rows, heads, dim = q.shape

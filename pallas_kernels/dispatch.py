@@ -17,6 +17,10 @@ _OFFSET_32 = 2**31  # elements up to here are reached with signed 32-bit offsets
 _OFFSET_64 = 2**32  # arrays of more bytes are reached with 64-bit ones
 
 
+class KernelError(ValueError):
+    """A size that the kernels cannot take, though the references can."""
+
+
 def resolve(implementation: Implementation | None) -> Implementation:
     """The implementation asked for, or the default of the backend: kernels on a GPU.
 
@@ -64,7 +68,7 @@ def launch(
       input_output_aliases: arguments that results overwrite, by number.
 
     Raises:
-      ValueError: an array whose offsets would overflow; names kernel, shape and bytes.
+      KernelError: an array whose offsets would overflow; names kernel, shape and bytes.
     """
     for array in (*arguments, *jax.tree.leaves(out_shape)):
         check_offsets(name, array.shape, array.dtype.itemsize)
@@ -133,11 +137,11 @@ def check_offsets(name: str, shape: Sequence[int], itemsize: int) -> None:
     elements.
 
     Raises:
-      ValueError: names the kernel, the shape and the limit.
+      KernelError: names the kernel, the shape and the limit.
     """
     elements = math.prod(shape)
     if largest_addressable(elements, itemsize) < elements:
-        raise ValueError(
+        raise KernelError(
             f"kernel {name} cannot address an array of shape {tuple(shape)}, {elements} elements "
             f"in {elements * itemsize} bytes: offsets are 32 bits wide up to {_OFFSET_64} bytes. "
             f"Split it to at most {_OFFSET_32} elements, or make it larger than 4 GiB"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.dispatch import Implementation, launch, whole
+from pallas_kernels.dispatch import Implementation, KernelError, launch, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,13 @@ def mixes_kernels(
     """`hyper_connections.mixes`; the products of fn are those of float32.
 
     Partial sums over a fixed number of splits of the channels, then one program a row.
+
+    Raises:
+      KernelError: the number of copies is no power of two.
     """
     rows, copies, _ = x.shape
+    if copies & (copies - 1):
+        raise KernelError(f"the stream has {copies} copies; the kernels take a power of two")
     outputs, channels = fn.shape
     blocks = _blocks(channels, outputs)
     splits = channels // blocks.split

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.dispatch import Implementation, launch, whole
+from pallas_kernels.dispatch import Implementation, KernelError, launch, whole
 from pallas_kernels.kernel_math import largest_power_of_two_divisor, next_power_of_two
 
 ROW_TILE = 16  # rows of one product
@@ -79,7 +79,7 @@ def choose_blocks(outputs: int, inputs: int, groups: int = 1) -> Blocks:
     """Blocks of a weight [outputs, inputs] whose outputs divide into groups.
 
     Raises:
-      ValueError: the inputs or the outputs of a group do not divide into blocks of 16.
+      KernelError: the inputs or the outputs of a group do not divide into blocks of 16.
     """
     block = min(next_power_of_two(outputs, 16), _OUTPUTS)
     if groups > 1:
@@ -93,7 +93,7 @@ def choose_blocks(outputs: int, inputs: int, groups: int = 1) -> Blocks:
         splits *= 2
     depth = largest_power_of_two_divisor(inputs // splits, _INPUTS)
     if min(depth, block) < 16:
-        raise ValueError(
+        raise KernelError(
             f"a weight of {outputs} outputs in {groups} groups and {inputs} inputs does not divide "
             "into blocks of 16 inputs, and of 16 outputs of a group; pad it"
         )

@@ -17,6 +17,7 @@ from dsv41_jax.checkpoint import (
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.hf_config import RELEASED, load_config
 from dsv41_jax.sampling import LogitChanges
+from pallas_kernels.dispatch import KernelError
 from serving.async_engine import AsyncEngine
 from serving.config import DEFAULT_CONTEXT, EngineOptions
 from serving.default_model import default_model
@@ -333,7 +334,7 @@ def _refusals() -> Iterator[None]:
         ) from error
     except (
         *(ConfigError, PartitionError, PlanMismatchError),
-        *(CheckpointError, TokenizerError),
+        *(CheckpointError, TokenizerError, KernelError),
     ) as error:
         raise StartupError(" ".join(str(error).split())) from error
     except (OSError, MemoryError) as error:

@@ -17,6 +17,7 @@ import jax
 
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.hf_config import load_config
+from pallas_kernels.dispatch import KernelError
 from sharding.compile_report import compile_facts, compile_fit
 from sharding.compiled import ALL_STEPS, SERVER_STEPS, StepKind, named_steps, server_steps
 from sharding.deviceless import NoCompilerError, check_compiler
@@ -83,7 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts |= _memory(workload, devices)
         facts["roofline"] = roofline_facts(config, plan, tensor, context=workload.max_model_len)
         if args.compile is not None and error is None and "memory" in facts:
-            facts |= _compiled(workload, _steps(parser, args.compile, workload), devices, facts)
+            kinds = _steps(parser, args.compile, workload)
+            try:
+                facts |= _compiled(workload, kinds, devices, facts)
+            except KernelError as problem:
+                facts |= {"legal": False, "error": str(problem)}
     if args.picture is not None:
         stages = workload.stages() if workload is not None and "memory" in facts else ()
         picture = draw(config, plan, stages, devices[1].usable if devices else None)

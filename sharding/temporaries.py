@@ -5,7 +5,7 @@ widest of its parts keeps beside it. `sharding.plan --compile` has the compiler'
 """
 
 from dsv41_jax.config import ModelConfig
-from pallas_kernels.attention_kernels import PARTIAL_BYTES, choose_blocks
+from pallas_kernels.attention_kernels import PARTIAL_BYTES, SPLIT
 from sharding.stage_plan import StageContents
 from sharding.tensor_plan import TensorPlan
 
@@ -48,8 +48,7 @@ def step_temporaries(
 def _attention(config: ModelConfig, tensor: TensorPlan, tokens: int) -> int:
     """Queries as they are multiplied and rounded, and partial sums of a chunk of rows."""
     dim = config.head_dim
-    split = choose_blocks(tensor.heads, dim).split
-    splits = -(-config.sliding_window // split) + -(-config.index_topk // split)
+    splits = -(-config.sliding_window // SPLIT) + -(-config.index_topk // SPLIT)
     queries = tokens * tensor.heads * dim
     return (F32 + BF16) * queries + min(PARTIAL_BYTES, F32 * splits * queries)
 

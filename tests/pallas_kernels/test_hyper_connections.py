@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hyper_connections
+from pallas_kernels.dispatch import KernelError
 from pallas_kernels.hyper_connection_mixes import bf16_parts
 from pallas_kernels.hyper_connections import SHAPES, Shape, make_arguments, run
 
@@ -150,3 +151,10 @@ def test_kernels_compile_for_a_gpu_at_released_sizes(op):
     products = [report for report in reports if "products" in report.name]
     assert all(report.wgmma for report in products) and bool(products) == (op == "mixes")
     assert not dataclasses.asdict(reports[0])["tf32"]
+
+
+def test_a_number_of_copies_that_is_no_power_of_two_is_refused():
+    odd = dataclasses.replace(shape("mixes", 4), copies=3)
+    arrays = make_arguments(odd, np.random.default_rng(0))
+    with pytest.raises(KernelError, match="3 copies"):
+        run(odd, arrays, implementation="pallas_interpret")

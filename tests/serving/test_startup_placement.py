@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 
+from pallas_kernels.dispatch import KernelError
 from serving import startup
 from serving.config import parse_options
 from serving.main import main
@@ -35,6 +36,15 @@ def test_the_check_before_loading_counts_tables_that_go_to_the_devices(monkeypat
     arguments = ["--model", str(TINY), "--port", "0", "--engram-placement", "device"]
     assert main(arguments) == 4
     assert "The largest: Engram tables 8 GiB" in capsys.readouterr().err
+
+
+def test_a_size_that_kernels_cannot_take_ends_with_three_in_a_sentence(monkeypatch, capsys):
+    def load(*_, **options):
+        raise KernelError("the stream has 3 copies; the kernels take a power of two")
+
+    monkeypatch.setattr(startup, "load_params", load)
+    assert main(["--model", str(TINY), "--port", "0"]) == 3
+    assert "serving.main: the stream has 3 copies" in capsys.readouterr().err
 
 
 def test_engram_options_are_read():

@@ -5,6 +5,7 @@ from importlib import metadata
 
 import pytest
 
+from pallas_kernels.dispatch import KernelError
 from sharding import plan
 from sharding.fit import GIB
 
@@ -147,3 +148,13 @@ def test_without_the_compiler_the_command_says_how_to_get_it(capsys, monkeypatch
         run(capsys, "--compile")
     assert caught.value.code == 2
     assert "needs the cuda12 extra, which is not installed" in capsys.readouterr().err
+
+
+def test_a_size_that_kernels_cannot_take_is_refused_in_a_sentence(capsys, compiler, monkeypatch):
+    def compile_facts(*_, **options):
+        raise KernelError("the stream has 3 copies; the kernels take a power of two")
+
+    monkeypatch.setattr(plan, "compile_facts", compile_facts)
+    status, _, err = run(capsys, "--compile", "--devices", "4xh100-80")
+    assert status == 3
+    assert err == "refused: the stream has 3 copies; the kernels take a power of two\n"

@@ -1,6 +1,7 @@
 """Bytes by stage and component: equal to the abstract trees, and whether they fit."""
 
 import functools
+import importlib.resources
 import json
 import math
 import xml.etree.ElementTree as ET
@@ -319,3 +320,12 @@ def test_caches_that_kernels_cannot_address_are_refused_and_a_budget_buys_fewer(
         )
         for array in jax.tree.leaves(state):
             check_offsets("any", array.shape, array.dtype.itemsize)
+
+
+def test_a_head_dimension_that_kernels_cannot_take_still_has_a_plan(capsys, tmp_path):
+    released = importlib.resources.files("dsv41_jax") / "released_config.json"
+    config = json.loads(released.read_text())
+    config["text_config"]["head_dim"] = 384
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan_command.main(["--model", str(tmp_path / "config.json")]) == 0
+    assert "temporaries (estimate)" in capsys.readouterr().out
