@@ -118,7 +118,7 @@ def compile_with_report(
       The program, and its kernels by name.
 
     Raises:
-      RuntimeError: `ptxas` is not installed, or refuses a kernel.
+      RuntimeError: `ptxas` is not installed or refuses a kernel, or the compiler hides one.
     """
     assembler = _ptxas()
     with tempfile.TemporaryDirectory() as folder, _without_cache():
@@ -132,6 +132,13 @@ def compile_with_report(
             entry = _ENTRY.search(ptx)
             if entry and entry[1] in launches:
                 reports.append(_report(assembler, path, entry[1], launches[entry[1]], pallas))
+    reported = {report.name for report in reports}
+    unknown = sorted(name for name in launches.keys() - reported if _base(name) in pallas)
+    if unknown:
+        raise RuntimeError(
+            f"the compiler of JAX {jax.__version__} shows no PTX of the kernels "
+            f"{', '.join(unknown)}, so their registers are unknown; use an older JAX"
+        )
     return compiled, tuple(sorted(reports, key=lambda report: report.name))
 
 
@@ -155,6 +162,11 @@ def _launches(texts: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
         for name, threads, shared in _LAUNCH.findall(text):
             found.setdefault(name, []).append((int(threads), int(shared)))
     return found
+
+
+def _base(name: str) -> str:
+    """The name that variants of a kernel share."""
+    return re.sub(r"__\d+$", "", name)
 
 
 def _report(
@@ -182,7 +194,7 @@ def _report(
 
     return KernelReport(
         name=name,
-        pallas=re.sub(r"__\d+$", "", name) in pallas,
+        pallas=_base(name) in pallas,
         launches=len(launches),
         threads=threads,
         registers=number(r"Used (\d+) registers"),

@@ -1,12 +1,14 @@
 """Reports of kernels compiled for a GPU that is not there."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import dispatch
+from sharding import kernel_report
 from sharding.kernel_report import SHARED_LIMIT, KernelReport, compile_kernels
 
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
@@ -76,6 +78,13 @@ def test_reports_do_not_depend_on_cached_programs():
     fn = functools.partial(multiply, name="twice")
     assert compile_kernels(fn, SQUARE, SQUARE) == compile_kernels(fn, SQUARE, SQUARE)
     assert jax.config.jax_enable_compilation_cache
+
+
+@pytest.mark.cuda12
+def test_kernel_without_ptx_is_an_error(monkeypatch):
+    monkeypatch.setattr(kernel_report, "_ENTRY", re.compile("no such entry"))
+    with pytest.raises(RuntimeError, match="shows no PTX of the kernels hidden, so"):
+        compile_kernels(functools.partial(multiply, name="hidden"), SQUARE, SQUARE)
 
 
 @pytest.mark.cuda12
