@@ -43,6 +43,11 @@ class EngineOptions:
     partition: PartitionOptions = PartitionOptions()
     placement: TablePlacement = TablePlacement()
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned host memory that routed experts of all devices take at most."""
+        return self.placement.cpu_offload_bytes * self.partition.devices
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:

@@ -38,9 +38,8 @@ from sharding.hosts import (
     stage_devices,
 )
 from sharding.limits import EngineLimits, engine_limits
-from sharding.memory import host_bytes, plan_stage_caches, stage_cache_bytes
+from sharding.memory import plan_stage_caches, stage_cache_bytes
 from sharding.mesh import provide_cpu_devices, stage_meshes
-from sharding.offload import allow_pinned
 from sharding.pipeline import build_pipeline
 from sharding.stage_plan import PartitionError
 
@@ -149,8 +148,6 @@ def _load(path: Path, options: EngineOptions, say: Say, processes: int) -> _Load
     config = load_config(path)
     plan = options.partition.stage_plan(config)
     tensor = options.partition.tensor_plan(config)
-    if options.placement.cpu_offload_bytes:
-        allow_pinned(host_bytes(config, plan, tensor, options.placement).experts)
     if processes == 1:
         provide_cpu_devices(len(plan.stages) * tensor.devices)
     tokenizer = Tokenizer.open(path)

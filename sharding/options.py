@@ -49,6 +49,12 @@ class PartitionOptions:
             config, self.tensor_parallel_size, expert_parallel=self.enable_expert_parallel
         )
 
+    @property
+    def devices(self) -> int:
+        """Devices of all stages."""
+        stages = self.pipeline_parallel_size or len(self.pipeline_stages or (0,))
+        return stages * self.tensor_parallel_size
+
     def microbatches(self, plan: StagePlan) -> int:
         """Parts a step is cut into."""
         return self.pipeline_microbatches or len(plan.stages)

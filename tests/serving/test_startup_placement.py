@@ -1,12 +1,15 @@
 """What the server checks and places before it loads: device memory and Engram tables."""
 
+import os
 import pathlib
 
 import pytest
 
+import serving.main
 from pallas_kernels.dispatch import KernelError
 from serving import startup
 from serving.config import parse_options
+from serving.hosts import HostsError
 from serving.main import main
 from sharding.fit import FitError
 from sharding.placement import TablePlacement
@@ -45,6 +48,23 @@ def test_a_size_that_kernels_cannot_take_ends_with_three_in_a_sentence(monkeypat
     monkeypatch.setattr(startup, "load_params", load)
     assert main(["--model", str(TINY), "--port", "0"]) == 3
     assert "serving.main: the stream has 3 copies" in capsys.readouterr().err
+
+
+def test_pinned_memory_is_allowed_before_processes_join(monkeypatch):
+    name, seen = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", []
+
+    def join(*_, **options):
+        seen.append(os.environ.get(name))
+        raise HostsError("no")
+
+    monkeypatch.setenv(name, "1")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(serving.main, "join", join)
+    processes = ["--coordinator", "localhost:1", "--processes", "2", "--process", "0"]
+    sizes = ["--tensor-parallel-size", "2", "--pipeline-stages", "2,7"]
+    for options in ([], ["--cpu-offload-gb", "100", *sizes]):
+        assert main(["--model", str(TINY), *processes, *options]) == 3
+    assert seen == [None, "464"]
 
 
 def test_engram_options_are_read():
