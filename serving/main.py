@@ -25,6 +25,7 @@ from serving.default_model import cache_directory
 from serving.hosts import Follower, HostsError, Leader, Watch, end_process, join, run_follower
 from serving.startup import Serving, StartupError, start, start_following
 from serving.tokenizer import tokenizer_info
+from sharding.fit import allow_memory
 from sharding.offload import allow_pinned
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -267,8 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if jax.config.jax_compilation_cache_dir is None:
         # The second start compiles nothing; a program's bits are the same from the cache.
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
+    # Both before anything uses a device, as joining other processes does.
+    allow_memory()
     if options.engine.pinned_bytes:
-        allow_pinned(options.engine.pinned_bytes)  # joining other processes uses devices
+        allow_pinned(options.engine.pinned_bytes)
     try:
         with _ending_on_signals():
             if options.processes is not None:

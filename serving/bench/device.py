@@ -23,6 +23,7 @@ from serving.bench.device_report import as_markdown, show
 from serving.bench.device_setting import Setting, describe_setting, find_setting
 from serving.bench.device_tasks import Budget, Outcome, Task, run_tasks
 from serving.default_model import default_config
+from sharding.fit import allow_memory
 from sharding.stage_plan import PartitionError
 from sharding.tensor_plan import plan_tensor_parallel
 
@@ -193,8 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the check; returns 0, 1 if something is wrong on the device, or 3 if it cannot run."""
     options = _parser().parse_args(arguments)
     budget = Budget(options.seconds)
-    # As a server has it; JAX reads it when it first meets the device.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    allow_memory()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         setting = _setting(options)

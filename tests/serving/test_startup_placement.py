@@ -67,6 +67,22 @@ def test_pinned_memory_is_allowed_before_processes_join(monkeypatch):
     assert seen == [None, "464"]
 
 
+def test_memory_of_the_devices_is_allowed_before_processes_join(monkeypatch):
+    name, seen = "XLA_PYTHON_CLIENT_MEM_FRACTION", []
+
+    def join(*_, **options):
+        seen.append(os.environ.get(name))
+        raise HostsError("no")
+
+    monkeypatch.setattr(serving.main, "join", join)
+    arguments = ["--coordinator", "localhost:1", "--processes", "2", "--process", "0"]
+    monkeypatch.setenv(name, "0.5")
+    assert main(["--model", str(TINY), *arguments]) == 3
+    monkeypatch.delenv(name)
+    assert main(["--model", str(TINY), *arguments]) == 3
+    assert seen == ["0.5", "0.95"]
+
+
 def test_engram_options_are_read():
     options = parse_options(["--engram-placement", "ram", "--engram-prefault"]).engine
     assert options.placement == TablePlacement(engram="ram", engram_prefault=True)
