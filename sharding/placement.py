@@ -82,6 +82,7 @@ class TablePlacement:
         return EmbeddingTable.open(path, config) if self.embedding == "host" else None
 
 
+_MOST_GIB = 2**20
 DEFAULT_PLACEMENT = TablePlacement()
 
 
@@ -129,6 +130,6 @@ def _gib(text: str) -> int:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not 0 <= number < 2**20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB from 0")
+    if not 0 <= number <= _MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB from 0 to {_MOST_GIB}")
     return int(number * GIB)

@@ -187,6 +187,10 @@ def failures(report: dict[str, Any]) -> list[str]:
             for facts in report[part]
             if not facts["ok"]
         ]
+    if report["dropped"] and not any(
+        report[p] for p in ("operations", "layers", "stage", "failed")
+    ):
+        found.append("nothing was checked, as no check fits --seconds: give more")
     return found + [f"{one['name']}: {one['error']}" for one in report["failed"]]
 
 

@@ -66,6 +66,11 @@ def test_report_says_where_it_comes_from(checked):
     assert f"jax {jax.__version__}" in (folder / "device_check.md").read_text()
 
 
+def test_a_budget_that_holds_no_check_is_a_failure(tmp_path, capsys):
+    assert device.main(["--quick", "--out", str(tmp_path), "--seconds", "1"]) == 1
+    assert "wrong: nothing was checked, as no check fits --seconds" in capsys.readouterr().out
+
+
 def test_layers_and_a_traced_stage_run(checked):
     _, folder, report = checked
     assert [facts["kind"] for facts in report["layers"]] == ["window"]

@@ -263,6 +263,7 @@ def test_command_says_that_offload_is_not_needed(capsys):
         (["--cpu-offload-gb", "1"], 3, "holds no layer's routed experts (3.362 GiB a layer"),
         (["--cpu-offload-gb", "-1"], 2, "'-1' is not a number of GiB from 0"),
         (["--cpu-offload-gb", "nan"], 2, "'nan' is not a number of GiB from 0"),
+        (["--cpu-offload-gb", "1e9"], 2, "'1e9' is not a number of GiB from 0 to 1048576"),
         (["--cpu-offload-gb", "20", "--compile"], 2, "--compile cannot be combined with"),
     ],
 )
