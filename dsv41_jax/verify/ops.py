@@ -201,11 +201,13 @@ def _hc_block(config: ModelConfig, op: Op) -> Found:
     flat = {part: op[part].reshape(rows, *op[part].shape[2:]) for part in named}
     shaped = {part: np.asarray(a).reshape(op[part].shape) for part, a in named.items()}
     yield from op.compare(compare_absolute, SINKHORN, shaped)
+
+    def expand(*arrays: jax.Array) -> jax.Array:
+        return hyper_connections.expand(*arrays, implementation=op.implementation)
+
     found = {
         "hc_pre": compiled(hyper_connections.collapse)(x, flat["pre"]),
-        "hc_post": compiled(hyper_connections.expand, static_argnames="implementation")(
-            x, y, flat["post"], flat["comb"], implementation=op.implementation
-        ),
+        "hc_post": compiled(expand)(x, y, flat["post"], flat["comb"]),
     }
     found = {part: np.asarray(array).reshape(op[part].shape) for part, array in found.items()}
     yield from op.compare(compare_bf16, BF16, found)

@@ -126,7 +126,7 @@ def random_request(config, rng):
 
 
 # tiny_a: 1 has an Engram, 2 compresses by 2; 5 selects candidates, 7 is masked by them.
-@pytest.mark.parametrize("layers", [range(1, 3), range(5, 9)], ids=str)
+@pytest.mark.parametrize("layers", [pytest.param(range(1, 3), marks=FULL), range(5, 9)], ids=str)
 def test_a_row_does_not_depend_on_its_batch(layers):
     """One request alone in one piece, and beside two others, in shares, by another program."""
     directory = Directory(GOLDEN / "tiny_a", progress=False)

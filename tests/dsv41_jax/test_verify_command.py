@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -85,10 +86,16 @@ def test_wrong_usage_ends_with_two(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["pallas", "pallas_interpret"])
-def test_implementation_that_does_not_exist_is_refused(name, capsys):
-    assert main([str(TINY), "--implementation", name]) == 3
-    assert f"--implementation {name} is refused" in capsys.readouterr().err
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels run on it")
+def test_compiled_kernels_need_a_gpu(capsys):
+    assert main([str(TINY), "--implementation", "pallas"]) == 3
+    assert "use pallas_interpret to run the kernels here" in capsys.readouterr().err
+
+
+def test_implementation_that_does_not_exist_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(TINY), "--implementation", "triton"])
+    assert "invalid choice: 'triton'" in capsys.readouterr().err
 
 
 def test_directory_that_is_none_is_refused(tmp_path, capsys):

@@ -32,7 +32,7 @@ SPEED = {
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """A quick check of this machine: exit status, folder and report."""
+    """A quick check of the processor at hand: exit status, folder and report."""
     folder = tmp_path_factory.mktemp("device")
     status = device.main(["--quick", "--out", str(folder), "--seconds", str(BUDGET)])
     return status, folder, json.loads((folder / "device_check.json").read_text())
