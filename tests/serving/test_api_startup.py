@@ -111,7 +111,7 @@ def test_too_little_cache_memory_is_refused(capsys, model):
 
 
 def test_a_device_that_runs_out_of_memory_is_said_in_one_line(capsys, model):
-    sizes = ["--max-num-seqs", 5 * 10**7, "--max-num-batched-tokens", 5 * 10**7]
+    sizes = ["--max-num-seqs", 8 * 10**7, "--max-num-batched-tokens", 8 * 10**7]
     line = refuse(capsys, "--model", model, *sizes, status=4)
     assert "the device ran out of memory" in line and "lower --max-num-seqs" in line
 

@@ -172,6 +172,7 @@ def test_one_stage_on_two_processes_that_one_leaves(model):
         assert "process 1 has failed: its connection is lost" in leader.stderr.read()
 
 
+@pytest.mark.full
 def test_two_stages_on_a_process_each_that_end_together(model):
     partition = ("--pipeline-stages", "1,1", *HALVES)
     with served(model, *partition, devices=2) as ((leader, follower), client):

@@ -76,7 +76,7 @@ def kinds_of(params):
     ("stages", "count", "tensor", "expert", "expected"),
     [
         ((6,), 4, 1, False, [{2, 3, 4, 5}]),
-        ((3, 3), 3, 1, False, [{0, 1, 2}, {3, 4, 5}]),
+        pytest.param((3, 3), 3, 1, False, [{0, 1, 2}, {3, 4, 5}], marks=pytest.mark.full),
         pytest.param((1, 5), 3, 1, False, [set(), {3, 4, 5}], marks=pytest.mark.full),
         ((3, 3), 3, 2, False, [{0, 1, 2}, {3, 4, 5}]),
         pytest.param((3, 3), 9, 2, True, [{0, 1, 2}, {3, 4, 5}], marks=pytest.mark.full),
