@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.dispatch import Implementation, KernelError, launch, whole
+from pallas_kernels.kernel_math import next_power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ def _blocks(channels: int, outputs: int) -> _Blocks:
     return _Blocks(
         rows=64,
         split=math.gcd(channels, 256),
-        outputs=max(16, pl.next_power_of_2(outputs + 1)),
+        outputs=next_power_of_two(outputs + 1, 16),
     )
 
 
@@ -161,7 +162,7 @@ def _split_sums(
 ) -> None:
     # One row: adds the splits in an order that their number fixes, then `split_sinkhorn`.
     splits = partial_ref.shape[0]
-    split = jnp.arange(pl.next_power_of_2(splits))
+    split = jnp.arange(next_power_of_two(splits))
 
     def total(column: jax.Array) -> jax.Array:
         index = split.reshape(-1, *(1,) * column.ndim)

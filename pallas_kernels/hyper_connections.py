@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import numerics
 from pallas_kernels.dispatch import Implementation, launch, resolve, whole
 from pallas_kernels.hyper_connection_mixes import mixes_kernels
+from pallas_kernels.rms_norm import rms_norm_reference
 
 Mixes = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -136,10 +137,7 @@ def collapse_norm_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """Defines `collapse_norm`."""
     collapsed = collapse(x, pre)
-    wide = collapsed.astype(jnp.float32)
-    normed = wide * numerics.rsqrt(numerics.mean(jnp.square(wide)) + eps)
-    scale = weight.astype(jnp.float32)[None]
-    return collapsed, (scale * normed).astype(jnp.bfloat16)
+    return collapsed, rms_norm_reference(collapsed, weight, eps=eps)
 
 
 def expand(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats, index_kernels, numerics
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.packed_rows import PackedRows, gather, unpack_index
 from pallas_kernels.paging import slot
 
@@ -46,7 +46,7 @@ def paged_index_scores(
       page not kept.
     """
     chex.assert_rank([q, weights, table, visible], [3, 2, 2, 1])
-    if implementation == "xla":
+    if resolve(implementation) == "xla":
         return paged_index_scores_reference(
             q, weights, keys, table, visible, rows_per_page=rows_per_page
         )
@@ -137,7 +137,7 @@ def select_candidate_blocks(
     own = (newest[:, None] // block_size == ids) & (newest >= 0)[:, None]
     block = jnp.where(own, jnp.inf, block)
     kept = min(topk_blocks, block.shape[1])
-    if implementation == "xla":
+    if resolve(implementation) == "xla":
         chosen = _best(block, kept)
     else:
         chosen = index_kernels.select(block, k=kept, implementation=implementation)
@@ -158,7 +158,7 @@ def topk_positions(scores: jax.Array, *, k: int, implementation: Implementation)
       int32[T, k], -1 in unused slots, which come last. Ties go to the lower position.
     """
     chex.assert_rank(scores, 2)
-    if implementation == "xla":
+    if resolve(implementation) == "xla":
         return topk_positions_reference(scores, k=k)
     return index_kernels.select(scores, k=k, implementation=implementation)
 

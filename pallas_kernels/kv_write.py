@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import dispatch, formats, kernel_math
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.packed_rows import PackedRows, pack_index, pack_kv, pack_window, scatter
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rope import turn
@@ -62,7 +62,7 @@ def write_rows(
     """
     chex.assert_rank([slots, x, weight, cos, sin], [1, 2, 1, 2, 2])
     chex.assert_equal_shape([cos, sin])
-    if implementation == "xla":
+    if resolve(implementation) == "xla":
         return write_rows_reference(
             cache, slots, x, weight, cos, sin, row_format=row_format, eps=eps, count=count
         )
