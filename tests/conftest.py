@@ -23,12 +23,8 @@ for name, value in {
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process; those that need a GPU only where there is one."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """Tests that need a GPU run only where there is one."""
     if jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason="needs a GPU")
         for item in items:

@@ -17,7 +17,6 @@ from dsv41_jax.state import init_state
 from pallas_kernels.packed_rows import PackedRows
 
 TOKENS, DECODED = 90, 6
-pytestmark = pytest.mark.xdist_group("forward")
 
 
 @pytest.fixture(scope="module")

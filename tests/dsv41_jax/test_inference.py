@@ -9,7 +9,6 @@ import pytest
 import dsv41_jax
 from dsv41_jax.checkpoint import CheckpointError
 
-pytestmark = pytest.mark.xdist_group("forward")
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 PROMPT, NEW, CHUNK = 96, 6, 64  # scored in the shape of test_row_independence
 

@@ -17,7 +17,6 @@ from dsv41_jax.state import init_state
 from pallas_kernels.packed_rows import PackedRows
 
 TOKENS = 101
-pytestmark = pytest.mark.xdist_group("forward")
 
 
 @pytest.fixture(scope="module")

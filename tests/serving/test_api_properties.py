@@ -17,8 +17,6 @@ from serving.api.metrics import Metrics
 from serving.async_engine import AsyncEngine
 from serving.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 FEW_REQUESTS = 60
 REQUESTS = 500

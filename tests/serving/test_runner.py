@@ -18,8 +18,6 @@ from serving.request import Grammar
 from serving.runner import token_buckets
 from sharding.limits import engine_limits
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 OPTIONS = (
     {},
     {"presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2},

@@ -12,8 +12,6 @@ from toy_runner import run_all, toy_request
 from serving.async_engine import AsyncEngine
 from serving.request import Grammar
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 STREAMS = 16
 GRAMMARS = (
     Grammar(kind="regex", text="[a-f]{2,6}(,[a-f]{1,3}){0,2}"),

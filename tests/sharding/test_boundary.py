@@ -17,8 +17,6 @@ from sharding.boundary import gather_rows, shard_rows
 from sharding.pipeline import build_pipeline
 from sharding.stage_runner import Bucket
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 ROWS = 16
 
 

@@ -12,8 +12,6 @@ from sharding.pipeline import build_pipeline
 from sharding.rules import parameter_specs
 from sharding.stage_plan import PartitionError, build_stage_plan, lay_out, ranges_of
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 
 def test_stages_get_consecutive_devices_under_the_same_axes():
     meshes = stage_meshes(2, 4)

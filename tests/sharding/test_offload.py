@@ -36,7 +36,6 @@ from sharding.stage_plan import PartitionError, build_stage_plan
 from sharding.stage_runner import stage_program
 from sharding.tensor_plan import plan_tensor_parallel
 
-pytestmark = pytest.mark.xdist_group("pipeline")
 GIB = 2**30
 REFERENCE = ("--model", "released", "--tensor-parallel-size", "2")
 

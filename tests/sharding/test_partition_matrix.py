@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from tiny_pipeline import CROSSING, LENGTH
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 HALVES = (3, 3)
 PARTITIONS = [
     ((6,), 1, False),

@@ -12,8 +12,6 @@ from dsv41_jax.inference import generate, load, request_rows
 from sharding import stage_runner
 from sharding.rules import replicated
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 
 def test_legal_stages_give_the_logits_of_one_program(logits_of, whole):
     np.testing.assert_array_equal(logits_of(LEGAL), whole)

@@ -17,8 +17,6 @@ from serving.startup import StartupError, start
 from sharding.cache_sizes import CacheSizes
 from sharding.limits import engine_limits
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 TOKENS = 24
 
 

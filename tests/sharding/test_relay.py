@@ -10,8 +10,6 @@ from sharding.relay import block_mask, kept_blocks
 from sharding.stage_plan import PartitionError, build_stage_plan
 from sharding.traffic import carried_bytes
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 
 @pytest.mark.parametrize("blocks", [1, 3, 7])
 def test_candidates_travel_as_block_numbers_without_loss(blocks):

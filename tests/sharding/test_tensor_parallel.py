@@ -18,8 +18,6 @@ from sharding.stage_runner import Bucket
 from sharding.tensor_plan import plan_tensor_parallel
 from sharding.traffic import all_reduces
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 SPLITS = pytest.mark.parametrize("expert", [False, True], ids=["channels", "experts"])
 
 

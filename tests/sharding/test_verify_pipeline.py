@@ -11,8 +11,6 @@ from dsv41_jax.verify.measure import uncompared
 from sharding import verify
 from sharding.verify import main
 
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 LEGAL = ["--pipeline-stages", "1,2,3"]
 
 
